@@ -92,7 +92,6 @@ RayVersionOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
 
-
 # What a replica takes as ``midfill serve`` does; the fields of ModelSpec have the same names.
 _NAMES = ("served_name", "aliases")
 _PROMPTS = ("fim_tokens", "window", "snippets", "idle_prefill", "logs")

@@ -73,7 +73,6 @@ IdlePrefillOption = Annotated[
     ),
 ]
 
-
 # What a gateway takes as ``midfill serve`` does; the fields of GatewayOptions have the same names.
 _SERVED = (
     "fim_tokens", "window", "snippets", "document_memory", "host", "port", "served_name", "aliases",

@@ -52,7 +52,6 @@ FileTasksOption = Annotated[
     typer.Option(help="Kinds of holes in files, separated by commas: line, subtoken, block, span."),
 ]
 
-
 DistancesOption = Annotated[
     str,
     typer.Option(

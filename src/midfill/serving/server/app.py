@@ -38,7 +38,6 @@ from midfill.version import __version__
 
 _DESCRIPTION = "/openapi.json"
 
-
 DIALECTS = (
     openai_completions.DIALECT,
     openai.DIALECT,

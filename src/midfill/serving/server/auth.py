@@ -29,34 +29,18 @@ from midfill.serving.server.request import current_request
 from midfill.serving.server.responses import ApiError
 
 _log = logging.getLogger(__name__)
-
-
 MAX_GUESSES = 10
 """Different wrong keys that an address may send at once."""
-
 
 GUESS_SECONDS = 6.0
 """Time after which it may send one more."""
 
-
 _MAX_ADDRESSES = 4096
-
-
 _MAX_KEYS = 64  # of an address that are remembered; right and wrong ones
-
-
 _DIGEST_BYTES = 8  # of each
-
-
 _MADE_KEY = re.compile(rb"mf-[A-Za-z0-9_-]{43}")
-
-
 _NETWORK_BITS = 64  # of an IPv6 address; who has one has the whole network
-
-
 _BEARER = "Bearer"
-
-
 _BASIC = 'Basic realm="midfill", charset="UTF-8"'  # browsers ask their user
 
 

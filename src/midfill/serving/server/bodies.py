@@ -14,18 +14,11 @@ from midfill.serving.server.request import current_request
 from midfill.serving.server.responses import ApiError
 
 T = TypeVar("T")
-
-
 _SCHEMAS = "#/components/schemas/{name}"
-
 
 # msgspec writes, for instance: Expected `int`, got `str` - at `$.stop[1]`
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?P<part>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
-
-
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-
-
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 

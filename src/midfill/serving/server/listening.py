@@ -31,11 +31,7 @@ from midfill.system.extras import require
 from midfill.system.process import freeze_objects, raise_open_file_limit
 
 _log = logging.getLogger(__name__)
-
-
 _LAST_WORDS_SECONDS = 2  # for the errors of requests that the server's end has ended
-
-
 _OTHER_FILES = 256  # that the process has open, or may open, beside connections
 
 

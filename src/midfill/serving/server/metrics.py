@@ -20,20 +20,14 @@ from midfill.engine.request import EngineStats, TenantStats, TierStats
 from midfill.infill.document_store import Memory
 
 MAX_TENANTS = 50  # a tenant's histograms are about two hundred time series
-
-
 OTHERS = "other"  # the tenants beyond
-
 
 _SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0, 160.0, 640.0,
 )  # fmt: skip
 
-
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-
-
 _MODEL, _TENANT = "model_name", "tenant"
 
 
@@ -98,7 +92,6 @@ GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
         lambda now: now.stats.slots_cached,
     ),
 }
-
 
 COUNTERS: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
     "num_preemptions": (

@@ -27,16 +27,9 @@ from midfill.serving.server.service import ModelService
 from midfill.system.logs import log_context
 
 _log = logging.getLogger("midfill.access")
-
-
 _HEADER = b"x-request-id"
-
-
 _SANE = re.compile(rb"[!-~]{1,128}")
-
-
 _MAX_PATH = 200  # characters of an unknown path
-
 
 # Asked for every few seconds, by monitoring and pages: no news while they answer.
 _ROUTINE = re.compile("/(health|livez|readyz|metrics|dashboard|pages/.*)?")

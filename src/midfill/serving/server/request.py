@@ -25,17 +25,9 @@ from midfill.serving.server.metrics import TenantMetrics
 from midfill.serving.server.served_engine import ServedEngine
 
 MAX_ANSWERS_PER_REQUEST = 1024
-
-
 HOLE_TEMPERATURE = 0.2  # of an infill request that names none; Codestral's
-
-
 _HOLE_MAX_TOKENS, _HOLE_SOFT_MAX_TOKENS = 128, 96
-
-
 _OWN = b"x-request-timeout"
-
-
 _LIBRARIES = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 
 

@@ -47,7 +47,6 @@ from midfill.system.progress import Progress
 
 _WORKER_LABELS = ("role", "worker")
 
-
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "worker_up": ("Whether it takes requests.", lambda each: each.state == "ready"),
     "worker_requests_running": ("Answers that hold KV there.", lambda each: each.stats.running),
@@ -59,7 +58,6 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
         lambda each: each.stats.slots_cached,
     ),
 }
-
 
 _WORKER_COUNTERS: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "worker_steps": ("Its forward passes.", lambda each: each.stats.steps),
@@ -74,7 +72,6 @@ _WORKER_COUNTERS: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     ),
     "worker_restarts": ("How often it was restarted.", lambda each: each.restarts),
 }
-
 
 _TRANSFER_COUNTERS: dict[str, tuple[str, Callable[[DisaggregatedClient], float]]] = {
     "kv_transferred_bytes": (

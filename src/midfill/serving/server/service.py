@@ -51,11 +51,7 @@ from midfill.serving.server.responses import ApiError
 from midfill.serving.server.served_engine import MethodChoice, NoMethods, ServedEngine
 
 _log = logging.getLogger(__name__)
-
-
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
 
 

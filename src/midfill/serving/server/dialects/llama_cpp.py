@@ -38,37 +38,27 @@ from midfill.serving.server.responses import ApiError, ServerSentEvents, error_m
 from midfill.serving.server.service import ModelService
 
 _MAX_SNIPPETS = 256  # the last ones count
-
-
 _INFILL_NAMES = {"prompt": "input_prefix", "suffix": "input_suffix", "context": "input_extra"}
-
-
 _SAMPLERS = ("top_k", "typ_p", "top_p", "min_p", "temperature")
-
 
 _SHORT_SAMPLERS = {
     "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p", "t": "temperature", "i": "infill",
 }  # fmt: skip
 
-
 _TYPICAL_NAMES = ("typ_p", "typical_p", "typical", "typ")
-
 
 # llama.cpp's sampler "infill" drops tokens below this probability, and the most likely one of the
 # others is nearly always the answer's. One answer gets it always, and several differ.
 _INFILL_MIN_P = 0.2
 
-
 _FIELD_NAMES = {
     "max_tokens": "n_predict", "n": "n_cmpl", "logprobs": "n_probs", "min_indent": "n_indent",
 }  # fmt: skip
-
 
 _ERROR_TYPES = {
     401: "authentication_error", 404: "not_found_error", 429: "unavailable_error",
     500: "server_error", 501: "not_supported_error", 503: "unavailable_error",
 }  # fmt: skip
-
 
 _SLOT = 0  # midfill has no slots for clients to choose from
 

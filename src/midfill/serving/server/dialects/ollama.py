@@ -33,13 +33,8 @@ from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
 _LATEST = ":latest"  # the tag that a name without one has
-
-
 _NANOSECONDS = 1e9
-
-
 _NAMES = {"max_tokens": "options.num_predict", "logprobs": "top_logprobs"}
-
 
 # Of the API that is spoken here; clients refuse to talk to versions that are too old for them.
 _API_VERSION = "0.13.0"

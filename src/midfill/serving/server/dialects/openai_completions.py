@@ -42,8 +42,6 @@ from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
-
-
 _MAX_CONTEXT_FILES = 256
 
 
