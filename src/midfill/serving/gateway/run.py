@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import aiohttp
 from starlette.types import ASGIApp
@@ -19,7 +20,7 @@ from midfill.infill.window import WindowRule
 from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN, SpelledTokens
 from midfill.serving.gateway.chat import chat_dialect
 from midfill.serving.gateway.discovery import DescribedUpstream, ServedModel, describe, discover
-from midfill.serving.gateway.engine import GatewayEngine, UpstreamCollector
+from midfill.serving.gateway.engine import GatewayEngine, upstream_metrics
 from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.pool import UpstreamPool
 from midfill.serving.gateway.upstream import Upstream, trace_connections
@@ -210,7 +211,7 @@ def _service(
         context=context,
         encodes_at_once=0 if model.has_tokenizer else _ENCODED_AT_ONCE,
     )
-    service.metrics.add(UpstreamCollector(pool, engine.counts))
+    service.metrics.add(partial(upstream_metrics, pool, engine.counts))
     return service
 
 

@@ -24,7 +24,7 @@ from midfill.config import ListenOptions, TlsFiles
 from midfill.errors import MidfillError
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.connections import ConnectionLimits, limited_protocol
-from midfill.serving.server.metrics import ConnectionCollector, ConnectionCounts
+from midfill.serving.server.metrics import ConnectionCounts
 from midfill.serving.server.middleware import Traces
 from midfill.serving.server.service import ModelService
 from midfill.system.extras import require
@@ -137,7 +137,7 @@ async def answer_until_stopped(
     options = options or ListenOptions()
     loop = asyncio.get_running_loop()
     counts = ConnectionCounts()
-    service.metrics.add(ConnectionCollector(counts))
+    service.metrics.add(counts.metrics)
     limits = ConnectionLimits(
         max_connections=_supported_connections(options.max_connections),
         client_timeout=options.client_timeout,

@@ -6,14 +6,13 @@ import hashlib
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
 from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from midfill.config import FimTokens, ModelOptions, ServeOptions
 from midfill.engine.disaggregated.client import DisaggregatedClient
@@ -40,6 +39,7 @@ from midfill.serving.server.listening import (
     url_of,
     warn_if_open,
 )
+from midfill.serving.server.metrics import Families, families
 from midfill.serving.server.middleware import Traces
 from midfill.serving.server.served_engine import ServedEngine
 from midfill.serving.server.service import ModelService
@@ -66,10 +66,7 @@ _WORKER_COUNTERS: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
         "Tokens that went through its model.",
         lambda each: each.stats.computed_tokens,
     ),
-    "worker_generated_tokens": (
-        "Tokens that it generated.",
-        lambda each: each.stats.generated_tokens,
-    ),
+    "worker_generated_tokens": ("Tokens that it generated.", lambda w: w.stats.generated_tokens),
     "worker_restarts": ("How often it was restarted.", lambda each: each.restarts),
 }
 
@@ -149,7 +146,7 @@ async def open_service(
         )
         service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
         if isinstance(engine, DisaggregatedClient):
-            service.metrics.add(WorkerCollector(engine))
+            service.metrics.add(partial(worker_metrics, engine))
         try:
             yield service
         finally:
@@ -294,26 +291,9 @@ def _short_name(model: str) -> str:
     return path.stem if path.is_file() else path.name
 
 
-class WorkerCollector(Collector):
-    """Gauges and counters of the workers.
-
-    Args:
-        engine: all of them.
-    """
-
-    def __init__(self, engine: DisaggregatedClient) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yield the metrics as of now."""
-        for kind, families in (
-            (GaugeMetricFamily, _WORKER_GAUGES),
-            (CounterMetricFamily, _WORKER_COUNTERS),
-        ):
-            for name, (help, value) in families.items():
-                family = kind(f"midfill:{name}", help, labels=_WORKER_LABELS)
-                for role, number, engine in self._engine.workers:
-                    family.add_metric([role, str(number)], float(value(engine)))
-                yield family
-        for name, (help, total) in _TRANSFER_COUNTERS.items():
-            yield CounterMetricFamily(f"midfill:{name}", help, value=float(total(self._engine)))
+def worker_metrics(engine: DisaggregatedClient) -> Families:
+    """Yield gauges and counters of the workers, and of what they hand over, as of now."""
+    rows = [((role, str(number)), client) for role, number, client in engine.workers]
+    yield from families(GaugeMetricFamily, _WORKER_GAUGES, rows, _WORKER_LABELS)
+    yield from families(CounterMetricFamily, _WORKER_COUNTERS, rows, _WORKER_LABELS)
+    yield from families(CounterMetricFamily, _TRANSFER_COUNTERS, [((), engine)])

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -40,7 +41,7 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.server.limits import RateLimits
-from midfill.serving.server.metrics import MemoryCollector, Metrics
+from midfill.serving.server.metrics import Metrics, memory_metrics
 from midfill.serving.server.request import (
     Generation,
     RequestRecord,
@@ -266,7 +267,7 @@ class ModelService:
         self.methods = methods or NoMethods()
         self.limits = limits or RateLimits()
         self.metrics = Metrics(name, engine, tenants)
-        self.metrics.add(MemoryCollector(prompts.memory))
+        self.metrics.add(partial(memory_metrics, prompts.memory))
         self._prompts = prompts
         self._context = prompts.context if context is None else context
         self._encoding = EncodingThread(prompts, encodes_at_once)
