@@ -1,7 +1,7 @@
 """create_app: all dialects around one served model, its health, metrics and description."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI
@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
 from midfill.serving.server.auth import KeyRing, monitor_check, tenant_check
-from midfill.serving.server.bodies import body_schemas
+from midfill.serving.server.bodies import body_schemas, json_response
 from midfill.serving.server.dialects import (
     llama_cpp,
     llama_cpp_model,
@@ -29,12 +29,14 @@ from midfill.serving.server.middleware import (
     EarlyRefusal,
     OwnHosts,
     RequestLog,
-    Traces,
 )
 from midfill.serving.server.pages import routes as pages
 from midfill.serving.server.responses import ErrorBody, install_error_handlers
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
+
+if TYPE_CHECKING:  # needs an extra
+    from midfill.serving.server.tracing import RequestTraces
 
 _DESCRIPTION = "/openapi.json"
 
@@ -52,7 +54,7 @@ DIALECTS = (
 def create_app(
     service: ModelService,
     keys: KeyRing | None = None,
-    traces: Traces | None = None,
+    traces: "RequestTraces | None" = None,
     dialects: Sequence[Dialect] = DIALECTS,
     *,
     redact: bool = False,
@@ -149,7 +151,7 @@ def health_routes(service: ModelService) -> APIRouter:
 
         The server restarts the engine by itself, so nobody need restart the server for that.
         """
-        return Response(msgspec.json.encode({"status": "ok"}), media_type="application/json")
+        return json_response({"status": "ok"})
 
     @router.get("/readyz")
     @router.get("/health")

@@ -298,7 +298,7 @@ def _find_name(request: Request, keys: KeyRing, *, basic: bool) -> str:
     """
     name: str | None = ""
     if keys:
-        key = _sent_key(request.headers.get("authorization", ""), basic=basic)
+        key = sent_key(request.headers.get("authorization", ""), basic=basic)
         name = None if key is None else keys.find_name(key, client_host(request))
     if name is None:
         hint = ", or as a Basic password" if basic else ""
@@ -318,8 +318,13 @@ def client_host(request: Request) -> str | None:
     return None if request.client is None else request.client.host
 
 
-def _sent_key(header: str, *, basic: bool) -> bytes | None:
-    """Return the key of an Authorization header; None if it holds none."""
+def sent_key(header: str, *, basic: bool = False) -> bytes | None:
+    """Return the key of an Authorization header; None if it holds none.
+
+    Args:
+        header: its value.
+        basic: take a password of HTTP's Basic authentication, too.
+    """
     # Headers are decoded as Latin-1, whatever bytes the client sent. As text, the last byte of a
     # key in UTF-8 could be a blank.
     name, _, value = header.encode("latin-1").partition(b" ")

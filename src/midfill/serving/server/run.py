@@ -3,9 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import signal
-import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,22 +22,11 @@ from midfill.methods.shelf import AllowedMethods
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import create_app
-from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.key_file import key_digest
 from midfill.serving.server.kv_routes import kv_routes
 from midfill.serving.server.limits import RateLimits
-from midfill.serving.server.listening import (
-    ServerTls,
-    answer_until_stopped,
-    bind,
-    cancel_on_termination,
-    open_traces,
-    own_hosts,
-    url_of,
-    warn_if_open,
-)
+from midfill.serving.server.listening import Listener, answer_until_stopped, listen
 from midfill.serving.server.metrics import Families, families
-from midfill.serving.server.middleware import Traces
 from midfill.serving.server.served_engine import ServedEngine
 from midfill.serving.server.service import ModelService
 from midfill.system.progress import Progress
@@ -101,17 +87,7 @@ def run_server(
         MidfillError: the address can't be used, the model can't be loaded, or libraries that the
             options need are not installed.
     """
-    keys = KeyRing(options.api_keys, options.api_key_file)
-    tls = None if options.tls is None else ServerTls(options.tls)
-    with (
-        bind(options.host, options.port) as listener,
-        open_traces(options.otlp_traces_endpoint) as traces,
-    ):
-        warn_if_open(listener, options.host, keys, tls)
-        try:
-            asyncio.run(_serve(options, path, keys, tls, listener, traces, on_progress, on_ready))
-        except asyncio.CancelledError:
-            sys.exit(128 + signal.SIGTERM)
+    listen(options, partial(_serve, options, path, on_progress, on_ready))
 
 
 @contextlib.asynccontextmanager
@@ -227,37 +203,26 @@ async def assemble_service(
 async def _serve(
     options: ServeOptions,
     path: Path,
-    keys: KeyRing,
-    tls: ServerTls | None,
-    listener: socket.socket,
-    traces: Traces | None,
     on_progress: Progress | None,
     on_ready: Callable[[str, EngineInfo, ModelService], None] | None,
+    listener: Listener,
 ) -> None:
-    # So that SIGTERM while loading also ends the engine.
-    cancel_on_termination()
-    limits = RateLimits(keys.limits_of)
+    keys, limits = listener.keys, RateLimits(listener.keys.limits_of)
     async with open_service(options, path, on_progress, keys.tenants, limits) as service:
 
         def listening() -> None:
             if on_ready is not None and service.engine.info is not None:
-                on_ready(url_of(listener, tls), service.engine.info, service)
+                on_ready(listener.url, service.engine.info, service)
 
         app = create_app(
             service,
             keys,
-            traces,
+            listener.traces,
             redact=options.logs.redact,
-            own_hosts=own_hosts(listener, options.host, keys, options.allowed_hosts),
+            own_hosts=listener.own_hosts,
             kv=_kv_routes(options, service),
         )
-
-        def reload() -> None:
-            keys.reload()
-            if tls is not None:
-                tls.reload()
-
-        await answer_until_stopped(app, listener, service, listening, reload, options.listen, tls)
+        await answer_until_stopped(app, listener, service, listening, options=options.listen)
 
 
 def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None:

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import AnswerDelta, Candidate, TokenLogprob
+from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer, Usage, whole_answers
 from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import MAX_LOGPROBS, PostProcessing, SamplingParams, check_sampling
@@ -27,7 +27,7 @@ from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai import floor_logprob
+from midfill.serving.server.dialects.openai import logprob_object
 from midfill.serving.server.request import (
     Generation,
     Timings,
@@ -402,7 +402,7 @@ class Results:
         }
         if self._sampling.logprobs is not None:
             result["completion_probabilities"] = [
-                _probabilities(report) for report in answer.logprobs
+                logprob_object(report, ids=True) for report in answer.logprobs
             ]
         return result
 
@@ -453,22 +453,6 @@ def _timings(usage: Usage, generated: int, timings: Timings) -> dict[str, float]
 
 def _ratio(amount: float, number: float) -> float:
     return amount / number if number else 0.0
-
-
-def _probabilities(report: TokenLogprob) -> dict[str, Any]:
-    return {
-        **_candidate(report.chosen),
-        "top_logprobs": [_candidate(other) for other in report.top],
-    }
-
-
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "id": candidate.token_id,
-        "token": candidate.text,
-        "bytes": list(candidate.bytes),
-        "logprob": floor_logprob(candidate.logprob),
-    }
 
 
 def _select(result: Mapping[str, Any], paths: Sequence[str]) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
 from midfill.infill.window import WindowRule
-from midfill.serving.server.bodies import body_reference, read_json
+from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.dialects.openai import (
     GenerationFields,
@@ -223,8 +223,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             answer.reports = await service.report_tokens(prompts, tenant)
         if body.stream:
             return EventStream(answer.events())
-        whole = await answer.whole()
-        return Response(msgspec.json.encode(whole), media_type="application/json")
+        return json_response(await answer.whole())
 
     router.routes.extend(model_routes(service, tenant_of).routes)
     return router
