@@ -18,8 +18,8 @@ from midfill.cli.bench.options import (
 from midfill.cli.options import MethodOption, ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
-from midfill.cli.values import parse_counts
-from midfill.lab.bench.rounds import RoundsOptions, parse_layouts
+from midfill.cli.values import parse_counts, parse_names
+from midfill.lab.bench.rounds import LAYOUTS, RoundsOptions
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
 CommitArgument = Annotated[
@@ -123,7 +123,7 @@ def rounds(
 ) -> None:
     """Compare EFIM's load, in pairs of runs; the commit has to know the options, too."""
     options = RoundsOptions(
-        layouts=parse_layouts(layouts),
+        layouts=parse_names(layouts, LAYOUTS, "--layouts"),
         users=users,
         rounds=rounds,
         output_tokens=output_tokens,

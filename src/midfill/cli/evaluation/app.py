@@ -29,9 +29,7 @@ from midfill.cli.evaluation.options import (
 )
 from midfill.cli.evaluation.results import Outputs, results_console
 from midfill.cli.option_groups import with_option_groups
-from midfill.cli.options import (
-    KvDtypeOption,
-)
+from midfill.cli.options import KvDtypeOption
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
 from midfill.config import KvDtype
 

@@ -7,7 +7,7 @@ worth on holes that nothing was chosen on, and with ``--write`` notes it beside 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -88,41 +88,20 @@ ThresholdOption = Annotated[
         min=0, max=1, help="Report this threshold on all carets, instead of choosing one on half."
     ),
 ]
-WriteCutOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Write the least increment into the midfill.json of this adapter's or Hugging Face"
-        " model's folder.",
-    ),
-]
 
-WriteWindowOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Write the window into the midfill.json of this adapter's or Hugging Face model's"
-        " folder.",
-    ),
-]
 
-WriteSnippetsOption = Annotated[
-    Path | None,
-    typer.Option(
+def _write_option(what: str) -> Any:
+    return typer.Option(
         metavar="FOLDER",
-        help="Write the characters into the midfill.json of this adapter's or Hugging Face model's"
+        help=f"Write {what} into the midfill.json of this adapter's or Hugging Face model's"
         " folder.",
-    ),
-]
+    )
 
-WriteThresholdOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Write the threshold into the midfill.json of this adapter's or Hugging Face model's"
-        " folder.",
-    ),
-]
+
+WriteCutOption = Annotated[Path | None, _write_option("the least increment")]
+WriteWindowOption = Annotated[Path | None, _write_option("the window")]
+WriteSnippetsOption = Annotated[Path | None, _write_option("the characters")]
+WriteThresholdOption = Annotated[Path | None, _write_option("the threshold")]
 
 _Chosen = TypeVar("_Chosen", "MeasuredChoice", "EmptyChoice")
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from midfill.cli.outputs import earlier_run
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,7 +32,9 @@ class ResultsFile:
 
     def __init__(self, path: Path | None, resume: bool) -> None:
         self._path = path
-        self._earlier = _read_earlier(path) if resume else None
+        from midfill.lab.evaluation.report import read_report
+
+        self._earlier = earlier_run(path, resume, read_report)
 
     def run(
         self,
@@ -105,13 +109,3 @@ def results_console() -> "Console":
 
     console = Console()
     return console if console.is_terminal else Console(width=130)
-
-
-def _read_earlier(path: Path | None) -> "InfillingReport | None":
-    """Return the report to continue; None if the run has not begun."""
-    from midfill.errors import OptionError
-    from midfill.lab.evaluation.report import read_report
-
-    if path is None:
-        raise OptionError("--resume continues what a file holds: name it with --json")
-    return read_report(path) if path.exists() else None
