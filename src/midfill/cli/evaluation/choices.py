@@ -26,7 +26,6 @@ from midfill.cli.evaluation.options import (
     parse_context,
     parse_suffixes,
 )
-from midfill.cli.evaluation.results import Outputs, ResultsFile, results_console
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
 
@@ -357,14 +356,14 @@ class _Run:
 
     Attributes:
         asked: the model.
-        file: where results are kept during the run.
-        outputs: where they are shown.
+        results: where results are kept during the run, and shown.
+        section: the section of a document for them.
         write: the folder to note the choice in; None notes it nowhere.
     """
 
     asked: ModelFlags
-    file: ResultsFile
-    outputs: Outputs
+    results: ResultFlags
+    section: str
     write: Path | None
 
     def choose(
@@ -378,16 +377,18 @@ class _Run:
         """Measure, choose, show the choice, and note it beside the model.
 
         Args:
-            problems, options, conditions: see ``ResultsFile.run``.
+            problems, options, conditions: see ``ResultFlags.run``.
             choose: chooses by what was measured.
             note: notes the choice in a folder, and returns in which file.
         """
-        report = self.file.run(self.asked.open, problems, conditions, options)
+        report = self.results.run(self.asked.open, problems, conditions, options)
         chosen = choose(report)
-        self.outputs.show(chosen.tables(), chosen.plot)
+        self.results.outputs(self.section).show(chosen.tables(), chosen.plot)
         if self.write is not None:
             path = note(self.write, chosen)
-            results_console().print(f"written to {path}", markup=False, highlight=False)
+            from midfill.system.reporting import wide_console
+
+            wide_console().print(f"written to {path}", markup=False, highlight=False)
 
 
 def _begin(
@@ -402,10 +403,10 @@ def _begin(
     Raises:
         MidfillError: results to continue can't be read, or the choice can't be noted.
     """
-    file = results.results_file()
+    results.earlier  # noqa: B018 - read now
     if write is not None:
         asked.check_target(write, keys)
-    return _Run(asked, file, results.outputs(section), write)
+    return _Run(asked, results, section, write)
 
 
 def _named_files(files: list[Path] | None, language: str = "source") -> list[Path]:

@@ -1,6 +1,7 @@
 """create_app: all dialects around one served model, its health, metrics and description."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -110,7 +111,12 @@ def description_routes(app: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> 
         bodies: the request bodies that they refer to.
     """
     router = APIRouter(include_in_schema=False)
-    describe = _description(app, bodies)
+
+    @cache  # once all routes are there
+    def describe() -> dict[str, Any]:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schema.setdefault("components", {})["schemas"] = body_schemas(bodies)
+        return schema
 
     @router.get(_DESCRIPTION)
     async def openapi() -> JSONResponse:
@@ -125,20 +131,6 @@ def description_routes(app: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> 
         return get_redoc_html(openapi_url=_DESCRIPTION, title=app.title)
 
     return router
-
-
-def _description(
-    app: FastAPI, bodies: Sequence[type[msgspec.Struct]]
-) -> Callable[[], dict[str, Any]]:
-    schema: dict[str, Any] = {}
-
-    def describe() -> dict[str, Any]:
-        if not schema:
-            schema.update(get_openapi(title=app.title, version=app.version, routes=app.routes))
-            schema.setdefault("components", {})["schemas"] = body_schemas(bodies)
-        return schema
-
-    return describe
 
 
 def health_routes(service: ModelService) -> APIRouter:

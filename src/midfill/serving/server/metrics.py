@@ -200,11 +200,18 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._labels = TenantLabels(tenants)
         self.add(_EngineMetrics(model, engine, self._labels))
-        self._families = _Families(self._registry)
-        self._responses = self._families.counter(
+        self._model = model
+        self._responses = self._counter(
             "http_requests", "Requests by the HTTP status that they ended with.", "status"
         )
-        self._model = model
+        self._finished = self._counter(
+            "request_success", "Answers by how they ended.", "finished_reason"
+        )
+        names, registry = (_MODEL, _TENANT), self._registry
+        self._histograms = {
+            name: Histogram(f"midfill:{name}", help, names, buckets=buckets, registry=registry)
+            for name, (help, buckets) in _HISTOGRAMS.items()
+        }
         # All of them from the start: a time series should begin with 0.
         self._tenants = {label: self._new_tenant(label) for label in self._labels.values}
 
@@ -229,64 +236,59 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _new_tenant(self, label: str) -> "TenantMetrics":
-        return TenantMetrics(self._families, self._model, label)
+        return TenantMetrics(self._histograms, self._finished, self._model, label)
+
+    def _counter(self, name: str, help: str, label: str) -> Counter:
+        names = (_MODEL, _TENANT, label)
+        return Counter(f"midfill:{name}", help, names, registry=self._registry)
+
+
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": (
+        "Time from a request's arrival to its first token in seconds.",
+        _SECONDS,
+    ),
+    "inter_token_latency_seconds": ("Time between tokens in seconds.", _SECONDS),
+    "e2e_request_latency_seconds": (
+        "Time from a request's arrival to its last token in seconds.",
+        _SECONDS,
+    ),
+    "request_queue_time_seconds": ("Time in the queue per prompt in seconds.", _SECONDS),
+    "request_prefill_time_seconds": (
+        "Time from the queue to the first token per prompt in seconds.",
+        _SECONDS,
+    ),
+    "request_decode_time_seconds": (
+        "Time from the first token to the last per prompt in seconds.",
+        _SECONDS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens per request.", _TOKENS),
+    "request_computed_prompt_tokens": (
+        "Prompt tokens per request that were not in the cache.",
+        (0, *_TOKENS),
+    ),
+    "request_generation_tokens": ("Generated tokens per request.", _TOKENS),
+}
 
 
 class TenantMetrics:
     """Counts the requests of one tenant, or of all that share a label."""
 
-    def __init__(self, families: "_Families", model: str, label: str) -> None:
-        def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
-            return families.histogram(name, help, buckets).labels(model, label)
-
-        self._first_token = histogram(
-            "time_to_first_token_seconds",
-            "Time from a request's arrival to its first token in seconds.",
-            _SECONDS,
-        )
-        self._between_tokens = histogram(
-            "inter_token_latency_seconds", "Time between tokens in seconds.", _SECONDS
-        )
-        self._whole = histogram(
-            "e2e_request_latency_seconds",
-            "Time from a request's arrival to its last token in seconds.",
-            _SECONDS,
-        )
-        self._queue = histogram(
-            "request_queue_time_seconds", "Time in the queue per prompt in seconds.", _SECONDS
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds",
-            "Time from the queue to the first token per prompt in seconds.",
-            _SECONDS,
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds",
-            "Time from the first token to the last per prompt in seconds.",
-            _SECONDS,
-        )
-        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
-        self._computed = histogram(
-            "request_computed_prompt_tokens",
-            "Prompt tokens per request that were not in the cache.",
-            (0, *_TOKENS),
-        )
-        self._generation = histogram(
-            "request_generation_tokens", "Generated tokens per request.", _TOKENS
-        )
-        self._finished = families.counter(
-            "request_success", "Answers by how they ended.", "finished_reason"
-        )
+    def __init__(
+        self, histograms: Mapping[str, Histogram], finished: Counter, model: str, label: str
+    ) -> None:
+        self._of = {name: each.labels(model, label) for name, each in histograms.items()}
+        self._finished = finished
         self._label_values = (model, label)
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""
-        self._first_token.observe(seconds)
+        self._of["time_to_first_token_seconds"].observe(seconds)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         """Record that ``tokens`` tokens of an answer arrived ``seconds`` after the ones before."""
         for _ in range(tokens):
-            self._between_tokens.observe(seconds / tokens)
+            self._of["inter_token_latency_seconds"].observe(seconds / tokens)
 
     def answer_finished(self, reason: str) -> None:
         """Count an answer that is complete, or that was aborted ("abort")."""
@@ -294,16 +296,16 @@ class TenantMetrics:
 
     def request_finished(self, seconds: float, prompt: int, cached: int, generated: int) -> None:
         """Record a complete request: its duration and numbers of tokens."""
-        self._whole.observe(seconds)
-        self._prompt.observe(prompt)
-        self._computed.observe(prompt - cached)
-        self._generation.observe(generated)
+        self._of["e2e_request_latency_seconds"].observe(seconds)
+        self._of["request_prompt_tokens"].observe(prompt)
+        self._of["request_computed_prompt_tokens"].observe(prompt - cached)
+        self._of["request_generation_tokens"].observe(generated)
 
     def stages_finished(self, queue: float, prefill: float, decode: float) -> None:
         """Record how many seconds a complete prompt was in each stage."""
-        self._queue.observe(queue)
-        self._prefill.observe(prefill)
-        self._decode.observe(decode)
+        self._of["request_queue_time_seconds"].observe(queue)
+        self._of["request_prefill_time_seconds"].observe(prefill)
+        self._of["request_decode_time_seconds"].observe(decode)
 
 
 class TenantLabels:
@@ -326,31 +328,6 @@ class TenantLabels:
         """All values so far."""
         others = (OTHERS,) if len(self._named) == MAX_TENANTS else ()
         return (*sorted(self._named), *others)
-
-
-class _Families:
-    """Metrics by name, each created once, with labels for model and tenant."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._histograms: dict[str, Histogram] = {}
-        self._counters: dict[str, Counter] = {}
-
-    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        """Return a histogram."""
-        if name not in self._histograms:
-            self._histograms[name] = Histogram(
-                f"midfill:{name}", help, [_MODEL, _TENANT], buckets=buckets, registry=self._registry
-            )
-        return self._histograms[name]
-
-    def counter(self, name: str, help: str, label: str) -> Counter:
-        """Return a counter with a label more."""
-        if name not in self._counters:
-            self._counters[name] = Counter(
-                f"midfill:{name}", help, [_MODEL, _TENANT, label], registry=self._registry
-            )
-        return self._counters[name]
 
 
 class _EngineMetrics:

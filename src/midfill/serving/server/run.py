@@ -191,7 +191,7 @@ async def assemble_service(
         prompts,
         options.max_body_bytes,
         aliases=options.aliases,
-        methods=AllowedMethods(run.allow_methods, run.method),
+        check_method=AllowedMethods(run.allow_methods, run.method).check,
         idle_prefill=options.idle_prefill,
         stream_interval=options.stream_interval,
         completion_timeout=options.completion_timeout,

@@ -49,7 +49,7 @@ from midfill.serving.server.request import (
     current_request,
 )
 from midfill.serving.server.responses import ApiError
-from midfill.serving.server.served_engine import MethodChoice, NoMethods, ServedEngine
+from midfill.serving.server.served_engine import ServedEngine, refuse_methods
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -221,7 +221,7 @@ class ModelService:
         tokenizer: the model's tokenizer.
         metrics: the server's metrics.
         max_body_bytes: maximum size of a request body.
-        methods: the methods of KV compression that requests may choose.
+        check_method: raises InvalidRequestError for a method that requests may not choose.
         limits: what tenants may use.
     """
 
@@ -234,7 +234,7 @@ class ModelService:
         max_body_bytes: int,
         *,
         aliases: Sequence[str] = (),
-        methods: MethodChoice | None = None,
+        check_method: Callable[[str], None] = refuse_methods,
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
         tenants: Sequence[str] = ("",),
@@ -246,7 +246,8 @@ class ModelService:
         """Serve ``engine``.
 
         Args:
-            name, engine, tokenizer, max_body_bytes, aliases, methods, limits: see the attributes.
+            name, engine, tokenizer, max_body_bytes, aliases, check_method, limits: see the
+                attributes.
             prompts: the encoder of the model's prompts.
             idle_prefill: compute expected prompts while the engine is idle, also where no client
                 asks for it.
@@ -264,7 +265,7 @@ class ModelService:
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
-        self.methods = methods or NoMethods()
+        self.check_method = check_method
         self.limits = limits or RateLimits()
         self.metrics = Metrics(name, engine, tenants)
         self.metrics.add(partial(memory_metrics, prompts.memory))
