@@ -6,6 +6,7 @@ only; choosing keys is part of it.
 """
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -22,16 +23,24 @@ from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
+from midfill.engine.request import EngineSamplingParams
 from midfill.errors import OptionError
 from midfill.lab.bench.methods.probes import Haystacks, Probe, needle_probes
 from midfill.lab.bench.methods.results import split_specifications
 from midfill.lab.bench.methods.session import MethodSession
+from midfill.methods.method import Method
 from midfill.methods.registry import methods_of, parse_name, resolve_method
 from midfill.methods.sparse_prefill.method import ChunkRule, PrefillMethod
 from midfill.methods.sparse_prefill.minference import LOCAL, SINKS
 from midfill.methods.sparse_prefill.patterns import cross_mask
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
-from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
+from midfill.runners.forward.attention import (
+    QUERY_BLOCK,
+    KeyPairs,
+    LayerProbe,
+    SpanLists,
+    query_blocks,
+)
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable
 
@@ -256,7 +265,7 @@ def measure_prefill(
     load = os.getloadavg()[0]
     progress(f"loading {model}")
     extra: dict[str, PrefillMethod] = {_REST: OwnBlock(ChunkRule(1024, 0))}
-    session = MethodSession(model, options.threads, extra)
+    session = _PrefillSession(model, options.threads, extra)
     try:
         haystacks = Haystacks(session.encode, options.seed)
         tokens = min(options.tokens, session.info.context - _ANSWER_ROOM)
@@ -349,12 +358,39 @@ def _dense_until(method: PrefillMethod) -> int:
     return first
 
 
+class _PrefillSession(MethodSession):
+    """A session that tells what methods of sparse prefill compute, and in what time."""
+
+    @property
+    def key_pairs(self) -> KeyPairs:
+        """What methods of sparse prefill have computed."""
+        return self._engine.key_pairs
+
+    def find_method(self, specification: str) -> Method | None:
+        """Return a method as requests name it."""
+        return self._engine.find_method(specification)
+
+    def prefill_seconds(self, tokens: Sequence[int], method: str) -> float:
+        """Return the processor time up to a prompt's first token, nothing of it cached.
+
+        Args:
+            tokens: the prompt.
+            method: its specification.
+        """
+        sampling = EngineSamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        tenant = f"cold {next(self._numbers)}"
+        self._engine.add(self._request(tokens, method, sampling, tenant=tenant))
+        started = time.process_time()
+        self._run()
+        return time.process_time() - started
+
+
 class _Run:
     """Measurements of one loaded model."""
 
     def __init__(
         self,
-        session: MethodSession,
+        session: _PrefillSession,
         options: PrefillOptions,
         probes: Sequence[Probe],
         progress: Callable[[str], None],

@@ -9,6 +9,13 @@ from benchmarks.compare.ratios import VersionsReport, versions_table
 from benchmarks.compare.rounds import compare_rounds
 from benchmarks.compare.speed import CompareSpeedOptions, compare_speed
 from benchmarks.report import publish
+from midfill.cli.bench.app import (
+    LayoutsOption,
+    RepeatsOption,
+    RoundsOption,
+    SeedOption,
+    UsersOption,
+)
 from midfill.cli.bench.options import (
     ClientFimTokensOption,
     JsonOption,
@@ -18,8 +25,8 @@ from midfill.cli.bench.options import (
 from midfill.cli.options import MethodOption, ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
-from midfill.cli.values import parse_counts
-from midfill.lab.bench.rounds import RoundsOptions, parse_layouts
+from midfill.cli.values import parse_counts, parse_names
+from midfill.lab.bench.rounds import LAYOUTS, RoundsOptions
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
 CommitArgument = Annotated[
@@ -52,13 +59,6 @@ RestartsOption = Annotated[
         help="How often both versions are restarted; more give narrower intervals.",
     ),
 ]
-LayoutsOption = Annotated[str, typer.Option(help="Layouts to measure, separated by commas.")]
-UsersOption = Annotated[int, typer.Option(min=1, help="Documents edited at once.")]
-RoundsOption = Annotated[int, typer.Option(min=1, max=7, help="Requests per user.")]
-RepeatsOption = Annotated[
-    int, typer.Option(min=1, help="Runs per layout, whose medians are shown.")
-]
-SeedOption = Annotated[int, typer.Option(help="Chooses the files.")]
 PairsOption = Annotated[
     int, typer.Option(min=6, help="How many pairs of runs; more give narrower intervals.")
 ]
@@ -123,7 +123,7 @@ def rounds(
 ) -> None:
     """Compare EFIM's load, in pairs of runs; the commit has to know the options, too."""
     options = RoundsOptions(
-        layouts=parse_layouts(layouts),
+        layouts=parse_names(layouts, LAYOUTS, "--layouts"),
         users=users,
         rounds=rounds,
         output_tokens=output_tokens,

@@ -18,6 +18,7 @@ those of a stand-in for a model's tokenizer unless one is given.
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Annotated, Any
 
@@ -33,7 +34,7 @@ from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session, windowed
+from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
 from midfill.lab.bench.edits import efim_cuts, psm_cuts
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -264,6 +265,27 @@ def planning_time(requests: int, seed: int, tokenize: Tokenize) -> PlanningTime:
         p99=times[int(0.99 * requests)],
         worst=times[-1],
     )
+
+
+def windowed(
+    rounds: Sequence[Round], *, characters: int | None = None, lines: int | None = None
+) -> list[Round]:
+    """Return the same session with only a window around the caret.
+
+    Args:
+        characters: how many before and after the caret; or
+        lines: how many whole lines before and after the caret's own.
+    """
+    sent = []
+    for one in rounds:
+        prefix, suffix = one.prefix, one.suffix
+        if characters is not None:
+            prefix, suffix = prefix[max(0, len(prefix) - characters) :], suffix[:characters]
+        if lines is not None:
+            prefix = "\n".join(prefix.split("\n")[-lines - 1 :])
+            suffix = "\n".join(suffix.split("\n")[: lines + 1])
+        sent.append(replace(one, prefix=prefix, suffix=suffix))
+    return sent
 
 
 def _measure_windowed(

@@ -39,7 +39,7 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
         ("serv", "there is no command 'serv'; did you mean 'serve'? (see 'midfill --help')"),
         ("bench speeds", "there is no command 'speeds'; did you mean 'speed', 'peers'?"
          " (see 'midfill bench --help')"),
-        ("gateway --upstream-api vlm", "there is no 'vlm'; did you mean vllm?"
+        ("gateway --upstream-api vlm", "--upstream-api: there is no 'vlm'; did you mean vllm?"
          " (see 'midfill gateway --help')"),
         ("cluster up --replicas 3 --max-replicas 2", "--max-replicas 2 is less than 3"
          " (see 'midfill cluster up --help')"),

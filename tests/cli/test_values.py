@@ -7,10 +7,12 @@ from midfill.cli.values import (
     parse_counts,
     parse_fim_tokens,
     parse_method,
+    parse_names,
     parse_size,
     parse_window,
 )
 from midfill.config import FimTokens
+from midfill.errors import OptionError
 from midfill.serving.options import WindowSize
 
 
@@ -36,6 +38,15 @@ def test_counts_are_separated_by_commas(text: str, counts: tuple[int, ...]) -> N
 def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is no list of numbers like 512,1500"):
         parse_counts(text)
+
+
+def test_names_are_those_that_are_known_in_their_order() -> None:
+    layouts = ("fim", "efim", "native")
+    assert parse_names("native, fim", layouts, "--layouts") == ("fim", "native")
+    with pytest.raises(OptionError, match="--layouts names psm; there are fim, efim, native"):
+        parse_names("fim,psm", layouts, "--layouts")
+    with pytest.raises(OptionError, match="--layouts names nothing"):
+        parse_names(",", layouts, "--layouts")
 
 
 def test_fim_tokens_are_three_texts() -> None:

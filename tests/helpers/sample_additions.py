@@ -372,7 +372,7 @@ assert judged.refused == {"sampled": 1}
         {},
         (
             Entry(
-                f"{PACKAGE}/config.py",
+                f"{PACKAGE}/serving/options.py",
                 f"    {NAME}: Annotated[int, Flag(min=0, help='How many are sampled.')] = 3\n",
                 "    document_memory: Annotated[",
             ),

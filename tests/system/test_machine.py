@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from midfill.system.machine import available_memory, available_threads, limiting_groups, read_text
+from midfill.system.machine import (
+    available_memory,
+    available_threads,
+    is_local,
+    limiting_groups,
+    read_text,
+)
 
 CORES = 64
 
@@ -235,3 +241,18 @@ def test_odd_files_limit_no_memory(tmp_path: Path, maximum: str) -> None:
 def test_without_any_report_there_is_still_a_positive_guess(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     assert available_memory(root=nowhere, membership=nowhere, meminfo=nowhere) > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://[::1]:8000/v1", True),
+        ("http://localhost", True),
+        ("http://10.0.0.1:8000", False),
+        ("https://example.org", False),
+        ("", False),
+    ],
+)
+def test_a_url_of_this_machine_is_known(url: str, local: bool) -> None:
+    assert is_local(url) == local

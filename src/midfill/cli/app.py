@@ -1,7 +1,5 @@
 """The ``midfill`` command with its subcommands."""
 
-from typing import Annotated
-
 import typer
 
 from midfill.cli.bench.app import app as bench
@@ -17,8 +15,7 @@ from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
 from midfill.cli.top import top
 from midfill.cli.training import app as training
-from midfill.cli.usage import CommandLine, GroupedHelp
-from midfill.version import __version__
+from midfill.cli.usage import CommandLine, GroupedHelp, root_options
 
 app = typer.Typer(
     name="midfill",
@@ -31,22 +28,7 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"midfill {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    """Options of midfill itself."""
-
-
+app.callback()(root_options())
 app.command(cls=GroupedHelp)(serve)
 for command in (gateway, complete, lsp, top, generate, pull, models):
     app.command()(command)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from midfill.cli.option_groups import FlagsOf, with_option_groups
@@ -92,7 +93,6 @@ RayVersionOption = Annotated[
     str | None, typer.Option(metavar="VERSION", help="Ray's in the image; by default this one's.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
-
 
 # What a replica takes as ``midfill serve`` does; the fields of ModelSpec have the same names.
 _NAMES = ("served_name", "aliases")
@@ -277,18 +277,10 @@ def describe(shown: "Overview") -> str:
 
 def as_plain(shown: "Overview") -> dict[str, object]:
     """Return a cluster's state as what JSON can hold."""
-    return {
-        "model": shown.model,
-        "url": shown.url,
-        "generation": shown.generation,
-        "resumed": shown.resumed,
-        "moved": shown.moved,
-        "states": shown.states,
-        "replicas": {
-            name: each.plain() | {"hit_rate": each.hit_rate}
-            for name, each in shown.replicas.items()
-        },
-    }
+    plain: dict[str, Any] = msgspec.to_builtins(shown)
+    for name, each in shown.replicas.items():
+        plain["replicas"][name]["hit_rate"] = each.hit_rate
+    return plain
 
 
 def _absolute(name: str) -> str:

@@ -1,136 +1,42 @@
 """``midfill gateway``: the planner in front of other servers."""
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from midfill.cli.option_groups import FlagsOf, with_option_groups
-from midfill.serving.options import ServeOptions
+from midfill.serving.gateway.options import GatewayOptions
+from midfill.serving.options import FrontendOptions
 
 if TYPE_CHECKING:
     from midfill.serving.gateway.run import Gateway
-    from midfill.serving.gateway.upstream import ApiName, Upstream
+    from midfill.serving.gateway.upstream import Upstream
 
-UpstreamOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="URL", help="A server to stand in front of; may be repeated, for replicas of one."
-    ),
-]
-UpstreamFileOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Further servers, a URL per line; read again on SIGHUP."),
-]
-UpstreamApiOption = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|vllm|sglang|llama.cpp|midfill|openai",
-        help="Which servers they are; by default each is asked.",
-    ),
-]
-UpstreamKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="MIDFILL_UPSTREAM_KEY", metavar="KEY", help="API key that the servers want."
-    ),
-]
-UpstreamTimeoutOption = Annotated[
-    float,
-    typer.Option(
-        min=0.1,
-        metavar="SECONDS",
-        help="A server that sends nothing for so long has failed.",
-    ),
-]
-WaitOption = Annotated[
-    float,
-    typer.Option(min=0, metavar="SECONDS", help="How long to wait at the start for a server."),
-]
 UpstreamModelOption = Annotated[
     str | None,
     typer.Option(
         "--model", "-m", metavar="NAME", help="The servers' model to use, where they have several."
     ),
 ]
-TokenizerOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Folder of the model's tokenizer.json. Prompts are then sent as token ids.",
-    ),
-]
-ContextOption = Annotated[
-    int | None,
-    typer.Option(min=2, help="Maximum tokens of a prompt and its answer; by default the servers'."),
-]
-IdlePrefillOption = Annotated[
-    bool,
-    typer.Option(
-        help="While a server has no other request of the gateway, have it compute the prompts that"
-        " documents will probably need next."
-    ),
-]
-
-
-# What a gateway takes as ``midfill serve`` does; the fields of GatewayOptions have the same names.
-_SERVED = (
-    "fim_tokens", "window", "snippets", "document_memory", "host", "port", "served_name", "aliases",
-    "api_keys", "api_key_file", "tls", "allowed_hosts", "logs", "otlp_traces_endpoint",
-)  # fmt: skip
+_SERVED = tuple(each.name for each in fields(FrontendOptions))
 
 
 @with_option_groups
 def gateway(
     *,
-    upstream: UpstreamOption = None,
-    upstream_file: UpstreamFileOption = None,
-    upstream_api: UpstreamApiOption = "auto",
-    upstream_key: UpstreamKeyOption = None,
-    upstream_timeout: UpstreamTimeoutOption = 120,
-    wait: WaitOption = 30,
+    behind: Annotated[dict[str, Any], FlagsOf(GatewayOptions, leave_out=_SERVED)],
     model: UpstreamModelOption = None,
-    tokenizer: TokenizerOption = None,
-    context: ContextOption = None,
-    idle_prefill: IdlePrefillOption = False,
-    served: Annotated[dict[str, Any], FlagsOf(ServeOptions, *_SERVED)],
+    served: Annotated[dict[str, Any], FlagsOf(GatewayOptions, *_SERVED)],
 ) -> None:
     """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
-    from midfill.serving.gateway.options import GatewayOptions
     from midfill.serving.gateway.run import run_gateway
     from midfill.system.logs import configure_logs
 
-    api = _api_name(upstream_api)
     configure_logs(served["logs"])
-    options = GatewayOptions(
-        upstreams=tuple(upstream or ()),
-        upstream_file=upstream_file,
-        upstream_api=api,
-        upstream_key=upstream_key,
-        upstream_timeout=upstream_timeout,
-        wait=wait,
-        model=model,
-        tokenizer=tokenizer,
-        context=context,
-        idle_prefill=idle_prefill,
-        **served,
-    )
+    options = GatewayOptions(model=model, **behind, **served)
     run_gateway(options, lambda url, running: typer.echo(banner(url, running)))
-
-
-def _api_name(text: str) -> "ApiName":
-    """Return the kind of server that an option names.
-
-    Raises:
-        typer.BadParameter: there is no such kind.
-    """
-    from midfill.serving.gateway.upstream import ApiName
-
-    names = get_args(ApiName)
-    if text not in names:
-        raise typer.BadParameter(f"{text!r} is none of {', '.join(names)}")
-    return cast("ApiName", text)
 
 
 def banner(url: str, gateway: "Gateway") -> str:

@@ -15,7 +15,6 @@ NameArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="Whose key; logs and metrics show the name.")
 ]
 
-
 _MAX_LIMIT = 10**12 - 1
 
 

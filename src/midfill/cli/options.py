@@ -20,13 +20,11 @@ DeviceOption = Annotated[str | None, option_of(ModelOptions, "device")]
 WeightsFormatOption = Annotated[WeightsOption, option_of(ModelOptions, "weights")]
 ThreadsOption = Annotated[int | None, option_of(ModelOptions, "threads")]
 ContextOption = Annotated[int | None, option_of(ModelOptions, "context")]
-KvMemoryOption = Annotated[int | None, option_of(ModelOptions, "kv_memory")]
 KvDtypeOption = Annotated[KvDtype, option_of(ModelOptions, "kv_cache_dtype")]
 AdapterOption = Annotated[str | None, option_of(ModelOptions, "adapter")]
 FimTokensOption = Annotated[FimTokens | None, option_of(ServeOptions, "fim_tokens")]
 WindowOption = Annotated[WindowSize | None, option_of(ServeOptions, "window")]
 SnippetsOption = Annotated[int | None, option_of(ServeOptions, "snippets")]
-SpeculationOption = Annotated[bool, option_of(ModelOptions, "speculation")]
 MethodOption = Annotated[str, option_of(ModelOptions, "method")]
 MaxTokensOption = Annotated[
     int, typer.Option("--max-tokens", "-n", min=1, help="Maximum tokens of an answer.")

@@ -5,13 +5,14 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from midfill.config import Panel
+from midfill.version import __version__
 
 # Typer makes public only some of the errors of the parser that it contains.
 _ClickException: type[Any] = typer.BadParameter.__mro__[2]
@@ -90,6 +91,22 @@ class GroupedHelp(TyperCommand):
         sections = [f"{name}:\n" + "\n".join(lines) for name, lines in groups.items() if lines]
         help = textwrap.fill(self.help or "", width)
         formatter.write("\n\n".join([self.get_usage(ctx), help, *sections]) + "\n")
+
+
+def root_options(edition: str = "") -> Callable[[bool], None]:
+    """Return the callback of the options of midfill itself; ``edition`` follows the version."""
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"midfill {__version__}{edition}")
+            raise typer.Exit
+
+    flag = typer.Option("--version", callback=show, is_eager=True, help="Show the version.")
+
+    def root(version: Annotated[bool, flag] = False) -> None:
+        """Options of midfill itself."""
+
+    return root
 
 
 def usage_line(error: Any) -> str:

@@ -1,12 +1,16 @@
 """Values of options as people write them: sizes, lists of counts, FIM tokens, windows, methods."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import typer
 
 from midfill.config import FimTokens
+from midfill.errors import InvalidRequestError, OptionError
 from midfill.serving.options import WindowSize
+
+T = TypeVar("T", bound=str)
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -37,6 +41,20 @@ def parse_counts(text: str) -> tuple[int, ...]:
     if not counts or min(counts) < 1:
         raise typer.BadParameter(f"{text!r} is no list of numbers like 512,1500")
     return counts
+
+
+def parse_names(text: str, known: Sequence[T], option: str) -> tuple[T, ...]:
+    """Return the names that a list separated by commas holds, in the order of ``known``.
+
+    Raises:
+        MidfillError: an unknown name, or none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        what = ", ".join(unknown) or "nothing"
+        raise OptionError(f"{option} names {what}; there are {', '.join(known)}")
+    return tuple(name for name in known if name in names)
 
 
 def parse_fim_tokens(text: str) -> FimTokens:
@@ -118,8 +136,6 @@ def parse_calibration(text: str) -> str:
 
 
 def _checked(text: str, resolve: Callable[[str], object]) -> str:
-    from midfill.errors import InvalidRequestError
-
     try:
         resolve(text)
     except InvalidRequestError as error:

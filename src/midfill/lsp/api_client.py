@@ -1,8 +1,6 @@
 """ApiClient: a client of the completions API that midfill serves."""
 
-import ipaddress
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -14,6 +12,7 @@ from midfill.lsp.suggestions import (
     ServerBusyError,
     ServerUnreachableError,
 )
+from midfill.system.machine import is_local
 
 # A server forgets an idle connection after five seconds (uvicorn's default).
 _KEEP_ALIVE_SECONDS = 4.0
@@ -64,7 +63,7 @@ class ApiClient:
             timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS),
             # A proxy for the internet does not lead to this machine.
-            trust_env=not _is_loopback(url),
+            trust_env=not is_local(url),
         )
 
     async def complete(self, query: CompletionQuery) -> Completions:
@@ -147,11 +146,3 @@ def _sendable(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

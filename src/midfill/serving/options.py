@@ -109,20 +109,18 @@ class ListenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """What ``midfill serve`` serves and how.
+class FrontendOptions:
+    """Where a server or a gateway listens, to whom, and how it makes prompts.
 
     Each flag says what its field means; what it doesn't say is here.
 
     Attributes:
-        model: name or path, see ``midfill models``.
         served_name: the model's name for clients; None takes ``model``, or the last part of a path.
         aliases: further names of the model for clients. Editors choose a FIM template by them.
         host, port: where to listen; port 0 takes a free one.
         api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
             in.
         api_key_file: a file with further keys, see ``serving.server.key_file``.
-        kv_transfer_key: key of those that may move KV between servers; None lets nobody.
         tls: where its certificate is; None speaks plain HTTP.
         allowed_hosts: further names that a server without keys on a loopback address answers
             under, see ``serving.server.middleware``.
@@ -132,21 +130,15 @@ class ServeOptions:
         document_memory: bytes for the text of documents that is remembered from request to request;
             a quarter of it more for tokens, and an eighth for what prompts begin with.
         max_body_bytes: maximum size of a request body.
-        workers: engine processes, if prompts are computed by other ones than answers.
-        listen: what bounds connections, and the server's end.
-        stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
-            held back to be sent together; 0 sends each at once.
         logs: what is logged, and how. ``run_server`` leaves the logs of its own process alone.
         otlp_traces_endpoint: URL of the OpenTelemetry collector that gets a trace of each request;
             None makes none.
-        options: how the model is run.
 
     Raises:
-        MidfillError: an API key that is empty or that no client could send, an empty alias, a
-            collector whose URL is not one of HTTP, or workers that can't serve.
+        MidfillError: an API key that is empty or that no client could send, an empty alias, or a
+            collector whose URL is not one of HTTP.
     """
 
-    model: str
     host: Annotated[str, Flag(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
         int,
@@ -199,15 +191,6 @@ class ServeOptions:
         ),
     ] = ()
     tls: TlsFiles | None = None
-    kv_transfer_key: Annotated[
-        str | None,
-        Flag(
-            panel="Network",
-            envvar="MIDFILL_KV_TRANSFER_KEY",
-            metavar="KEY",
-            help="Let whoever sends this key move KV between servers, that of all API keys.",
-        ),
-    ] = field(default=None, repr=False)
     fim_tokens: Annotated[
         FimTokens | None,
         Flag(
@@ -248,6 +231,63 @@ class ServeOptions:
         ),
     ] = DEFAULT_DOCUMENT_MEMORY
     max_body_bytes: int = 16 * 1024 * 1024
+    logs: LogOptions = field(default_factory=LogOptions)
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Flag(
+            panel="Advanced",
+            metavar="URL",
+            help="Send a trace of each request to this OpenTelemetry collector, with OTLP over"
+            " HTTP.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if not all(alias.strip() for alias in self.aliases):
+            raise MidfillError("an alias is empty; --alias takes a further name of the model")
+        for key in self.api_keys:
+            if not key.strip():
+                raise MidfillError("an API key is empty; leave it out to serve without keys")
+            if key != key.strip() or not key.isprintable():
+                raise MidfillError(
+                    "an API key begins or ends with a space, or holds a character that can't be"
+                    " printed; no client could send it"
+                )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+            raise OptionError(
+                f"--otlp-traces-endpoint takes a URL of OTLP over HTTP such as"
+                f" http://127.0.0.1:4318/v1/traces, not {endpoint!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(FrontendOptions):
+    """What ``midfill serve`` serves and how.
+
+    Attributes:
+        model: name or path, see ``midfill models``.
+        kv_transfer_key: key of those that may move KV between servers; None lets nobody.
+        workers: engine processes, if prompts are computed by other ones than answers.
+        listen: what bounds connections, and the server's end.
+        stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
+            held back to be sent together; 0 sends each at once.
+        options: how the model is run.
+
+    Raises:
+        MidfillError: see ``FrontendOptions``; or workers that can't serve.
+    """
+
+    model: str
+    kv_transfer_key: Annotated[
+        str | None,
+        Flag(
+            panel="Network",
+            envvar="MIDFILL_KV_TRANSFER_KEY",
+            metavar="KEY",
+            help="Let whoever sends this key move KV between servers, that of all API keys.",
+        ),
+    ] = field(default=None, repr=False)
     max_queued_tokens: Annotated[
         int,
         Flag(
@@ -310,38 +350,13 @@ class ServeOptions:
             " once.",
         ),
     ] = 0.025
-    logs: LogOptions = field(default_factory=LogOptions)
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        Flag(
-            panel="Advanced",
-            metavar="URL",
-            help="Send a trace of each request to this OpenTelemetry collector, with OTLP over"
-            " HTTP.",
-        ),
-    ] = None
     options: ModelOptions = field(default_factory=ModelOptions)
 
     def __post_init__(self) -> None:
-        if not all(alias.strip() for alias in self.aliases):
-            raise MidfillError("an alias is empty; --alias takes a further name of the model")
-        for key in self.api_keys:
-            if not key.strip():
-                raise MidfillError("an API key is empty; leave it out to serve without keys")
-            if key != key.strip() or not key.isprintable():
-                raise MidfillError(
-                    "an API key begins or ends with a space, or holds a character that can't be"
-                    " printed; no client could send it"
-                )
+        super().__post_init__()
         self._check_workers()
         if self.kv_transfer_key is not None and not self.kv_transfer_key.strip():
             raise OptionError("--kv-transfer-key is empty; leave it out to let nobody move KV")
-        endpoint = self.otlp_traces_endpoint
-        if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
-            raise OptionError(
-                f"--otlp-traces-endpoint takes a URL of OTLP over HTTP such as"
-                f" http://127.0.0.1:4318/v1/traces, not {endpoint!r}"
-            )
 
     def _check_workers(self) -> None:
         """Refuse workers that can't serve.

@@ -4,11 +4,13 @@ Limits of Linux's control groups count, versions 1 and 2: a container sees all c
 of its host, whatever it was given.
 """
 
+import ipaddress
 import math
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -148,6 +150,15 @@ def _quotas(group: Path) -> Iterator[float]:
             continue  # "max", or nothing to read
         if quota > 0 and period > 0:  # version 1 writes -1 for no limit
             yield quota / period
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL names this machine, by an address of its own or as localhost."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 _FALLBACK = 4 * 2**30  # bytes, where the system reports nothing

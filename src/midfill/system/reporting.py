@@ -71,6 +71,12 @@ _WIDTH = 130
 """Columns of what is not a terminal: enough for the tables."""
 
 
+def wide_console() -> Console:
+    """Return standard output, wide enough for the tables if it is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
 def publish(report: object, drawn: RenderableType, json: Path | None) -> None:
     """Print a report, and write all its figures into a file.
 
@@ -82,8 +88,7 @@ def publish(report: object, drawn: RenderableType, json: Path | None) -> None:
     Raises:
         MidfillError: the file can't be written.
     """
-    console = Console()
-    (console if console.is_terminal else Console(width=_WIDTH)).print(drawn)
+    wide_console().print(drawn)
     if json is not None:
         write_json(json, report)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from editing import needs_git
+from editing import needs_git, session
 
 from benchmarks.layouts.git import History, HistoryError
 from benchmarks.layouts.measure import (
@@ -16,11 +16,24 @@ from benchmarks.layouts.measure import (
     LayoutsReport,
     layouts_table,
     measure_layouts,
+    windowed,
 )
 
 
 def markdown_of(report: LayoutsReport) -> str:
     return layouts_table(report).markdown()
+
+
+def test_windows_are_the_text_around_the_caret() -> None:
+    rounds = session("mix")
+    for one, sent in zip(rounds, windowed(rounds, characters=300), strict=True):
+        assert one.prefix.endswith(sent.prefix)
+        assert one.suffix.startswith(sent.suffix)
+        assert len(sent.prefix) == min(300, len(one.prefix))
+    for one, sent in zip(rounds, windowed(rounds, lines=5), strict=True):
+        assert one.prefix.endswith(sent.prefix)
+        assert sent.prefix.count("\n") == min(5, one.prefix.count("\n"))
+        assert sent.suffix.count("\n") == min(5, one.suffix.count("\n"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from editing import SOURCES, session
 
-from midfill.lab.bench.editing import SESSION_KINDS, RoundKind, edit_session, windowed
+from midfill.lab.bench.editing import SESSION_KINDS, RoundKind, edit_session
 
 
 class TestSessions:
@@ -52,17 +52,6 @@ class TestSessions:
         for before, one in pairwise(rounds):
             if one.kind in ("accept", "partial"):
                 assert (before.prefix + before.shown).startswith(one.prefix)
-
-    def test_windows_are_the_text_around_the_caret(self) -> None:
-        rounds = session("mix")
-        for one, sent in zip(rounds, windowed(rounds, characters=300), strict=True):
-            assert one.prefix.endswith(sent.prefix)
-            assert one.suffix.startswith(sent.suffix)
-            assert len(sent.prefix) == min(300, len(one.prefix))
-        for one, sent in zip(rounds, windowed(rounds, lines=5), strict=True):
-            assert one.prefix.endswith(sent.prefix)
-            assert sent.prefix.count("\n") == min(5, one.prefix.count("\n"))
-            assert sent.suffix.count("\n") == min(5, one.suffix.count("\n"))
 
 
 def test_lines_may_be_opened_before_they_are_written() -> None:

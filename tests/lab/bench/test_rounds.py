@@ -14,8 +14,8 @@ from midfill.lab.bench.clients import HttpClient, InProcessClient, Measurement
 from midfill.lab.bench.rounds import (
     RoundsOptions,
     RoundsReport,
+    layout_fields,
     measure_rounds,
-    parse_layouts,
     payload,
     round_texts,
     rounds_table,
@@ -34,6 +34,20 @@ def test_prefix_grows_by_a_seventh_of_the_first_half_and_the_suffix_stays() -> N
         assert len(head) == 100
         assert prefix == DOCUMENT[: 100 * number]
         assert suffix == DOCUMENT[700:]
+
+
+def test_the_three_ways_to_ask_after_typing() -> None:
+    def prompt(layout: str) -> str:
+        return layout_fields(layout, "head", "rest", "suffix", ("P", "S", "M"))["prompt"]
+
+    assert prompt("fim") == "PheadrestSsuffixM"
+    assert prompt("efim") == "PheadSsuffixMrest"
+    native = layout_fields("native", "head", "rest", "suffix", None)
+    assert native == {
+        "prompt": "headrest",
+        "suffix": "suffix",
+        "midfill": {"window": "as-sent"},
+    }
 
 
 def test_the_three_ways_of_asking() -> None:
@@ -117,9 +131,6 @@ def test_the_report_is_written_where_people_look(report: RoundsReport, tmp_path:
 
 
 def test_bad_input_is_one_clear_line() -> None:
-    with pytest.raises(MidfillError, match="--layouts names psm"):
-        parse_layouts("fim,psm")
-
     async def nobody() -> None:
         async with HttpClient("http://127.0.0.1:1/v1") as client:
             await client.model()

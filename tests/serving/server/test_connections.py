@@ -10,7 +10,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from midfill.serving.server.connections import ConnectionLimits, limited_protocol
+from midfill.config import ListenOptions
+from midfill.serving.server.connections import limited_protocol
 from midfill.serving.server.metrics import ConnectionCounts
 
 TIMEOUT = 0.3
@@ -63,7 +64,7 @@ def serve(
 ) -> None:
     async def run() -> None:
         counts = ConnectionCounts()
-        limits = ConnectionLimits(max_connections=max_connections, client_timeout=timeout)
+        limits = ListenOptions(max_connections=max_connections, client_timeout=timeout)
         serving = Serving(0, counts)
         config = uvicorn.Config(
             serving.app, port=0, log_config=None, access_log=False, lifespan="off",

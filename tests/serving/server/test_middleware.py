@@ -21,14 +21,14 @@ from fastapi.routing import APIRoute
 from running_server import RunningServer, start
 from tiny_checkpoints import write_tiny
 
-from midfill.config import ModelOptions
+from midfill.config import FrontendOptions, ModelOptions
 from midfill.engine.process.client import EngineClient
 from midfill.errors import QueueFullError
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.auth import MAX_GUESSES, KeyRing
-from midfill.serving.server.listening import bind, own_hosts
+from midfill.serving.server.listening import Listener, bind
 from midfill.serving.server.middleware import OwnHosts
 from midfill.serving.server.service import ModelService
 
@@ -398,8 +398,9 @@ def test_others_are_not(host: str) -> None:
 def test_only_servers_without_keys_on_loopback_care(
     address: str, keys: tuple[str, ...], checked: bool
 ) -> None:
-    with bind(address, 0) as listener:
-        found = own_hosts(listener, address, KeyRing(keys), ["proxy"])
+    options = FrontendOptions(host=address, allowed_hosts=("proxy",))
+    with bind(address, 0) as socket:
+        found = Listener(options, socket, KeyRing(keys)).own_hosts
     assert found == ((address, "proxy") if checked else None)
 
 

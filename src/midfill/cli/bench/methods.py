@@ -7,6 +7,7 @@ from rich.console import Group
 
 from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ThreadsOption
+from midfill.cli.outputs import earlier_run
 from midfill.cli.progress import show_steps
 from midfill.system.reporting import publish, saver
 
@@ -56,7 +57,6 @@ def methods(
     Quality: needles in real source text, SCBench's shared contexts in its two modes, prediction of
     held-out code, infilling. Costs: slots and bytes held, time to first token, decoding speed.
     """
-    from midfill.errors import OptionError
     from midfill.lab.bench.methods.measure import measure_methods
     from midfill.lab.bench.methods.report import methods_tables
     from midfill.lab.bench.methods.results import (
@@ -68,8 +68,7 @@ def methods(
     )
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
-    if resume and json is None:
-        raise OptionError("--resume continues what a file holds: name it with --json")
+    earlier = earlier_run(json, resume, read_methods_report)
     chosen = parse_budgets(budgets or ("0.25" if quick else "0.5,0.25,0.125"))
     variants = choose_variants(methods, chosen)
 
@@ -81,6 +80,6 @@ def methods(
             threads=threads,
             progress=progress,
             save=saver(json),
-            earlier=read_methods_report(json) if resume and json and json.exists() else None,
+            earlier=earlier,
         )
     publish(report, Group(*(table.drawn() for table in methods_tables(report))), json)

@@ -11,7 +11,7 @@ from midfill.cli.option_groups import with_option_groups
 from midfill.cli.options import ThreadsOption
 from midfill.cli.outputs import writable
 from midfill.cli.progress import show_steps
-from midfill.cli.values import parse_counts, parse_fim_tokens
+from midfill.cli.values import parse_counts, parse_fim_tokens, parse_names
 from midfill.config import FimTokens
 from midfill.errors import OptionError
 from midfill.system.extras import require
@@ -130,7 +130,7 @@ class MeasuredFlags:
         Raises:
             MidfillError: there is no such server or load.
         """
-        from midfill.lab.bench.peers.measure import QUICK, SERVERS, parse_names
+        from midfill.lab.bench.peers.measure import QUICK, SERVERS
         from midfill.lab.bench.peers.results import LOADS, PeersOptions
 
         chosen = QUICK if self.quick else PeersOptions()
@@ -169,7 +169,7 @@ def peers(
     """
     require("bench peers", ["httpx"], extra="bench")
     from midfill.lab.bench.peers.llama_cpp import parse_formats
-    from midfill.lab.bench.peers.measure import Programs, compare_peers, parse_names
+    from midfill.lab.bench.peers.measure import Programs, compare_peers
     from midfill.lab.bench.peers.results import peers_drawn, read_peers
     from midfill.lab.bench.peers.servers import open_compared
     from midfill.lab.bench.peers.vllm import DTYPES, default_dtypes

@@ -27,12 +27,9 @@ from midfill.cli.evaluation.options import (
     parse_context,
     parse_suffixes,
 )
-from midfill.cli.evaluation.results import Outputs, results_console
 from midfill.cli.option_groups import with_option_groups
-from midfill.cli.options import (
-    KvDtypeOption,
-)
-from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+from midfill.cli.options import KvDtypeOption
+from midfill.cli.outputs import DocsOption, Outputs, PlotOption, SectionOption
 from midfill.config import KvDtype
 
 if TYPE_CHECKING:
@@ -92,7 +89,7 @@ def infilling(
         raise OptionError(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
-    file = results.results_file()
+    results.earlier  # noqa: B018 - read now
     if method and conditions is None:
         conditions = "auto"
     names = None if conditions is None else parse_conditions(conditions)
@@ -109,7 +106,7 @@ def infilling(
     )
     problems = load_problems(options, humaneval, files or [])
 
-    report = file.run(
+    report = results.run(
         partial(_open_model, url, asked, kv_cache_dtype),
         problems,
         lambda model: with_methods(
@@ -168,11 +165,12 @@ def compare(
     """Compare two runs over the holes they share."""
     from midfill.lab.evaluation.report import comparison_tables, read_report
     from midfill.lab.evaluation.summary import compare_reports
+    from midfill.system.reporting import wide_console
 
     pairs = [_pair(text) for text in pair or ()]
     report, other = read_report(first), read_report(second)
     comparisons = compare_reports(report, other, pairs)
-    console = results_console()
+    console = wide_console()
     console.print(f"first:  {report.model}\nsecond: {other.model}", markup=False, highlight=False)
     for table in comparison_tables(comparisons).drawn():
         console.print(table)

@@ -7,7 +7,7 @@ worth on holes that nothing was chosen on, and with ``--write`` notes it beside 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -26,7 +26,6 @@ from midfill.cli.evaluation.options import (
     parse_context,
     parse_suffixes,
 )
-from midfill.cli.evaluation.results import Outputs, ResultsFile, results_console
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
 
@@ -51,7 +50,6 @@ FileTasksOption = Annotated[
     str,
     typer.Option(help="Kinds of holes in files, separated by commas: line, subtoken, block, span."),
 ]
-
 
 DistancesOption = Annotated[
     str,
@@ -89,41 +87,20 @@ ThresholdOption = Annotated[
         min=0, max=1, help="Report this threshold on all carets, instead of choosing one on half."
     ),
 ]
-WriteCutOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Write the least increment into the midfill.json of this adapter's or Hugging Face"
-        " model's folder.",
-    ),
-]
 
-WriteWindowOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Write the window into the midfill.json of this adapter's or Hugging Face model's"
-        " folder.",
-    ),
-]
 
-WriteSnippetsOption = Annotated[
-    Path | None,
-    typer.Option(
+def _write_option(what: str) -> Any:
+    return typer.Option(
         metavar="FOLDER",
-        help="Write the characters into the midfill.json of this adapter's or Hugging Face model's"
+        help=f"Write {what} into the midfill.json of this adapter's or Hugging Face model's"
         " folder.",
-    ),
-]
+    )
 
-WriteThresholdOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Write the threshold into the midfill.json of this adapter's or Hugging Face model's"
-        " folder.",
-    ),
-]
+
+WriteCutOption = Annotated[Path | None, _write_option("the least increment")]
+WriteWindowOption = Annotated[Path | None, _write_option("the window")]
+WriteSnippetsOption = Annotated[Path | None, _write_option("the characters")]
+WriteThresholdOption = Annotated[Path | None, _write_option("the threshold")]
 
 _Chosen = TypeVar("_Chosen", "MeasuredChoice", "EmptyChoice")
 
@@ -379,14 +356,14 @@ class _Run:
 
     Attributes:
         asked: the model.
-        file: where results are kept during the run.
-        outputs: where they are shown.
+        results: where results are kept during the run, and shown.
+        section: the section of a document for them.
         write: the folder to note the choice in; None notes it nowhere.
     """
 
     asked: ModelFlags
-    file: ResultsFile
-    outputs: Outputs
+    results: ResultFlags
+    section: str
     write: Path | None
 
     def choose(
@@ -400,16 +377,18 @@ class _Run:
         """Measure, choose, show the choice, and note it beside the model.
 
         Args:
-            problems, options, conditions: see ``ResultsFile.run``.
+            problems, options, conditions: see ``ResultFlags.run``.
             choose: chooses by what was measured.
             note: notes the choice in a folder, and returns in which file.
         """
-        report = self.file.run(self.asked.open, problems, conditions, options)
+        report = self.results.run(self.asked.open, problems, conditions, options)
         chosen = choose(report)
-        self.outputs.show(chosen.tables(), chosen.plot)
+        self.results.outputs(self.section).show(chosen.tables(), chosen.plot)
         if self.write is not None:
             path = note(self.write, chosen)
-            results_console().print(f"written to {path}", markup=False, highlight=False)
+            from midfill.system.reporting import wide_console
+
+            wide_console().print(f"written to {path}", markup=False, highlight=False)
 
 
 def _begin(
@@ -424,10 +403,10 @@ def _begin(
     Raises:
         MidfillError: results to continue can't be read, or the choice can't be noted.
     """
-    file = results.results_file()
+    results.earlier  # noqa: B018 - read now
     if write is not None:
         asked.check_target(write, keys)
-    return _Run(asked, file, results.outputs(section), write)
+    return _Run(asked, results, section, write)
 
 
 def _named_files(files: list[Path] | None, language: str = "source") -> list[Path]:

@@ -1,12 +1,12 @@
 """Options of the ``midfill eval`` commands, groups of them, and their values."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation.results import Outputs, ResultsFile
 from midfill.cli.options import (
     AdapterOption,
     BackendOption,
@@ -16,15 +16,18 @@ from midfill.cli.options import (
     ThreadsOption,
     WeightsFormatOption,
 )
-from midfill.cli.outputs import DocsOption, PlotOption, writable
+from midfill.cli.outputs import DocsOption, Outputs, PlotOption, earlier_run, writable
 from midfill.cli.values import parse_method
 from midfill.config import KvDtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from midfill.lab.evaluation.conditions import Condition
     from midfill.lab.evaluation.models import Model, ModelChoice
-    from midfill.lab.evaluation.problems import Task
+    from midfill.lab.evaluation.problems import Problem, Task
+    from midfill.lab.evaluation.run import InfillingReport, RunOptions
     from midfill.system.progress import Progress
 
 HumanEvalOption = Annotated[
@@ -187,13 +190,46 @@ class ResultFlags:
     plot: PlotOption = None
     docs: DocsOption = None
 
-    def results_file(self) -> ResultsFile:
-        """Return the file that is written during the run.
+    @cached_property
+    def earlier(self) -> "InfillingReport | None":
+        """The run to continue, to be read before the work; None if there is none.
 
         Raises:
-            MidfillError: there is no file to continue, or it is no report.
+            MidfillError: no file is named, or it is no report.
         """
-        return ResultsFile(self.json, self.resume)
+        from midfill.lab.evaluation.report import read_report
+
+        return earlier_run(self.json, self.resume, read_report)
+
+    def run(
+        self,
+        open_model: "Callable[[Progress], AbstractContextManager[Model]]",
+        problems: "Sequence[Problem]",
+        conditions: "Callable[[Model], Sequence[Condition]]",
+        options: "RunOptions",
+    ) -> "InfillingReport":
+        """Ask a model all problems; show the progress, and write the file as it goes on.
+
+        Args:
+            open_model: the model while it is asked.
+            problems: what to ask.
+            conditions: how to ask this model.
+            options: what the report says of the run.
+        """
+        from midfill.cli.progress import show_progress
+        from midfill.lab.evaluation.report import write_report
+        from midfill.lab.evaluation.run import evaluate
+
+        def save(report: "InfillingReport", *, finished: bool = False) -> None:
+            if self.json is not None:
+                write_report(report, self.json, finished=finished)
+
+        with show_progress() as progress, open_model(progress) as model:
+            report = evaluate(
+                model, problems, conditions(model), options, progress, save, self.earlier
+            )
+        save(report, finished=True)
+        return report
 
     def outputs(self, section: str) -> Outputs:
         """Return where results go at the end."""

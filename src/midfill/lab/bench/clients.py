@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import msgspec
@@ -51,30 +51,8 @@ class Measurement(msgspec.Struct, frozen=True):
         return self.prompt_tokens - self.cached_tokens
 
 
-class Client(Protocol):
-    """Sends completion requests to a model and measures each answer.
-
-    Attributes:
-        sentinels: the model's; None if unknown.
-    """
-
-    sentinels: Sentinels | None
-
-    async def model(self) -> str:
-        """Return the model's name."""
-        ...
-
-    async def complete(self, payload: dict[str, Any]) -> Measurement:
-        """Send the body of a /v1/completions request and measure the answer.
-
-        Raises:
-            MidfillError: the request is refused, or the answer breaks off.
-        """
-        ...
-
-
 class HttpClient:
-    """A client of an OpenAI-style server; requests are streamed.
+    """A client of an OpenAI-style server; requests are streamed, and each answer is measured.
 
     Attributes:
         base_url: of the server, ending in ``/v1``.
@@ -153,7 +131,7 @@ class HttpClient:
 
 
 class InProcessClient:
-    """A model in this process: the server's prompts and engine, without HTTP.
+    """A model in this process, asked as ``HttpClient`` asks: prompts and engine, without HTTP.
 
     A model without FIM tokens is loaded with ``SPARE_TOKENS`` unless ``sentinels`` are given.
     ``method`` compresses the KV of every prompt.
@@ -219,6 +197,9 @@ class InProcessClient:
             completion_tokens=stream.usage.completion_tokens,
             text="".join(pieces),
         )
+
+
+Client = HttpClient | InProcessClient
 
 
 @asynccontextmanager

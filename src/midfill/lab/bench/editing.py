@@ -238,27 +238,6 @@ class Editor:
         file.writing.done += len(text)
 
 
-def windowed(
-    rounds: Sequence[Round], *, characters: int | None = None, lines: int | None = None
-) -> list[Round]:
-    """Return the same session with only a window around the caret.
-
-    Args:
-        characters: how many before and after the caret; or
-        lines: how many whole lines before and after the caret's own.
-    """
-    sent = []
-    for one in rounds:
-        prefix, suffix = one.prefix, one.suffix
-        if characters is not None:
-            prefix, suffix = prefix[max(0, len(prefix) - characters) :], suffix[:characters]
-        if lines is not None:
-            prefix = "\n".join(prefix.split("\n")[-lines - 1 :])
-            suffix = "\n".join(suffix.split("\n")[: lines + 1])
-        sent.append(replace(one, prefix=prefix, suffix=suffix))
-    return sent
-
-
 @dataclass(frozen=True, slots=True)
 class EditingMix:
     """What the user does how often; weights of actions are relative to each other.

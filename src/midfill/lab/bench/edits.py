@@ -18,6 +18,7 @@ from midfill.errors import MidfillError
 from midfill.lab.bench.clients import Client, Measurement, Sentinels
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
+from midfill.lab.bench.rounds import layout_fields
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable
 
@@ -114,12 +115,8 @@ def _payloads(
         fields = {} if name == "window" else {"window": "as-sent"}
         return [{"prompt": one.prefix, "suffix": one.suffix, "midfill": fields} for one in rounds]
     cuts = {"psm": psm_cuts, "spm": lambda rounds: [0] * len(rounds), "efim": efim_cuts}[name]
-    pre, suf, mid = sentinels
     return [
-        {
-            "prompt": f"{pre}{one.prefix[:cut]}{suf}{one.suffix}{mid}{one.prefix[cut:]}",
-            "midfill": {"layout": "verbatim"},
-        }
+        layout_fields("efim", one.prefix[:cut], one.prefix[cut:], one.suffix, sentinels)
         for one, cut in zip(rounds, cuts(rounds), strict=True)
     ]
 

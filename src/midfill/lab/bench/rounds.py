@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from midfill.errors import MidfillError, OptionError
-from midfill.lab.bench.clients import Client, Measurement
+from midfill.errors import MidfillError
+from midfill.lab.bench.clients import Client, Measurement, Sentinels
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable
@@ -93,25 +93,33 @@ class RoundsReport(msgspec.Struct, frozen=True, kw_only=True):
     layouts: dict[str, LayoutResult]
 
 
-def parse_layouts(text: str) -> tuple[Layout, ...]:
-    """Return the layouts that a list separated by commas names.
-
-    Raises:
-        MidfillError: an unknown name, or none.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in LAYOUTS]
-    if unknown or not names:
-        what = ", ".join(unknown) or "nothing"
-        raise OptionError(f"--layouts names {what}; there are {', '.join(LAYOUTS)}")
-    return tuple(layout for layout in LAYOUTS if layout in names)
-
-
 def round_texts(document: str, number: int) -> tuple[str, str, str]:
     """Return head, prefix and suffix of round ``number`` (from 1); head is round 1's prefix."""
     middle = len(document) // 2
     step = middle // STEPS
     return document[:step], document[: step * number], document[middle:]
+
+
+def layout_fields(
+    layout: str, head: str, rest: str, suffix: str, sentinels: Sentinels | None
+) -> dict[str, Any]:
+    """Return the fields of a request that hold the text around the caret.
+
+    Args:
+        layout: "native", "efim", or what begins with the whole prefix.
+        head: the prefix before typing.
+        rest: what was typed after it.
+        suffix: the text after the caret.
+        sentinels: PRE, SUF and MID; None is for "native" alone.
+    """
+    if layout == "native":
+        # All layouts show the model the same text: no window of midfill's own.
+        return {"prompt": head + rest, "suffix": suffix, "midfill": {"window": "as-sent"}}
+    assert sentinels is not None
+    pre, suf, mid = sentinels
+    before, after = (head, rest) if layout == "efim" else (head + rest, "")
+    prompt = f"{pre}{before}{suf}{suffix}{mid}{after}"
+    return {"prompt": prompt, "midfill": {"layout": "verbatim"}}
 
 
 def payload(
@@ -131,15 +139,7 @@ def payload(
         "top_p": 0.95,
         "top_k": 20,
     }
-    if layout == "native":
-        # All layouts show the model the same text: no window of midfill's own.
-        return {**body, "prompt": prefix, "suffix": suffix, "midfill": {"window": "as-sent"}}
-    assert options.sentinels is not None
-    pre, suf, mid = options.sentinels
-    rest = "" if layout == "fim" else prefix[len(head) :]
-    before = prefix if layout == "fim" else head
-    prompt = f"{pre}{before}{suf}{suffix}{mid}{rest}"
-    return {**body, "prompt": prompt, "midfill": {"layout": "verbatim"}}
+    return body | layout_fields(layout, head, prefix[len(head) :], suffix, options.sentinels)
 
 
 async def run_once(

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import msgspec
 
 from midfill.errors import MidfillError
 from midfill.serving.cluster.spec import EnginesSpec, FrontSpec
+from midfill.serving.server.listening import bind
 from midfill.system.cache import cache_folder
 from midfill.system.machine import available_threads
 
@@ -244,7 +244,7 @@ def start(
     _check_started(found)
     started = None
     if address is None and found is None:
-        _check_port(host, port)
+        bind(host, port).close()  # so that Serve can listen
         report("starting Ray on this machine")
         started = start_local(_cpus(engines, front))
     try:
@@ -349,19 +349,3 @@ def _cpus(engines: EnginesSpec, front: FrontSpec) -> float:
     replicas = max(engines.replicas, engines.max_replicas)
     # A change of the model has both generations for a while.
     return max(available_threads(), 2 * (replicas * engines.cpus + front.replicas * front.cpus))
-
-
-def _check_port(host: str, port: int) -> None:
-    """Check that Serve could listen.
-
-    Raises:
-        MidfillError: it couldn't.
-    """
-    try:
-        with socket.create_server((host, port)):
-            pass
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise MidfillError(
-            f"can't listen on {host}:{port} ({reason}); choose another --host or --port"
-        ) from None

@@ -8,13 +8,12 @@ its engines by itself.
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 from ray import serve
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +28,7 @@ from midfill.serving.cluster.spec import FrontSpec, ModelSpec, generation_of, re
 from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.limits import RateLimits
+from midfill.serving.server.metrics import Families, families
 from midfill.serving.server.run import assemble_service
 from midfill.serving.server.service import ModelService
 from midfill.system.logs import configure_logs
@@ -149,7 +149,7 @@ class Front:
         service = await assemble_service(
             options, checkpoint, format, engine, info, self._keys.tenants, self._limits
         )
-        service.metrics.add(MoveCollector(engine))
+        service.metrics.add(partial(move_metrics, engine))
         app = create_app(
             service,
             self._keys,
@@ -191,29 +191,14 @@ async def _live(receive: Receive, send: Send) -> None:
             return
 
 
-class MoveCollector(Collector):
-    """Counters of the prompts whose KV another replica had.
-
-    Args:
-        engine: the replicas.
-    """
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the metrics as of now."""
-        counts = self._engine.moves
-        family = CounterMetricFamily(
-            "midfill:kv_moves",
-            "Prompts whose KV another replica had, by what became of it.",
-            labels=["result"],
-        )
-        for result in ("moved", "late", "failed", "declined"):
-            family.add_metric([result], getattr(counts, result))
-        yield family
-        yield CounterMetricFamily(
-            "midfill:kv_moved_tokens",
-            "Tokens whose KV came from another replica.",
-            value=counts.moved_tokens,
-        )
+def move_metrics(engine: RemoteEngine) -> Families:
+    """Yield counters of the prompts whose KV another replica had, as of now."""
+    counts = engine.moves
+    help = "Prompts whose KV another replica had, by what became of it."
+    rows = [((each,), getattr(counts, each)) for each in ("moved", "late", "failed", "declined")]
+    yield from families(CounterMetricFamily, {"kv_moves": (help, float)}, rows, ("result",))
+    yield CounterMetricFamily(
+        "midfill:kv_moved_tokens",
+        "Tokens whose KV came from another replica.",
+        value=counts.moved_tokens,
+    )

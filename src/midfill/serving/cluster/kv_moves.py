@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from midfill.errors import MidfillError
 from midfill.kv.tiers.load_policy import MeasuredRate, chunks_to_load, patience
 from midfill.serving.cluster.messages import KvHint, KvMoveCounts
 
+if TYPE_CHECKING:  # imports Ray
+    from midfill.serving.cluster.serve_handles import ServePeers
+
 _log = logging.getLogger(__name__)
 
 _OVERHEAD_SECONDS = 0.01  # of a call to another replica
@@ -30,20 +33,6 @@ _FORGET_SECONDS = 60.0  # after which a bandwidth is measured anew: one that was
 
 _PROMPTS = 2  # of a document at a replica: the last one asked, and one computed in idle time
 _MAX_TOKENS = 16_000_000  # remembered, 64 MB
-
-
-class KvPeers(Protocol):
-    """The other replicas."""
-
-    async def export_kv(
-        self, replica: str, tenant: str, token_ids: Sequence[int], start: int
-    ) -> bytes:
-        """Return an encoded ``KvBlob`` of what a replica has cached of a prompt from ``start`` on.
-
-        Raises:
-            MidfillError: it has nothing, or it can't be reached.
-        """
-        ...
 
 
 class KvMoves:
@@ -59,7 +48,9 @@ class KvMoves:
         counts: what became of it.
     """
 
-    def __init__(self, name: str, engine: EngineClient, peers: KvPeers, token_bytes: float) -> None:
+    def __init__(
+        self, name: str, engine: EngineClient, peers: "ServePeers", token_bytes: float
+    ) -> None:
         self.counts = KvMoveCounts()
         self._name = name
         self._engine = engine

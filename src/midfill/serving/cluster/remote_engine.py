@@ -3,7 +3,7 @@
 The way of a request:
 
 1. ``submit`` starts a task for each prompt, and returns the stream that its outputs go to.
-2. ``Replicas.ask`` sends it to the replica that holds the document's KV, or the next best one.
+2. ``ServeReplicas.ask`` sends it to the replica that holds the document's KV, or the next best one.
 3. What the replica answers goes through a ``Resumption``, and then to the stream.
 4. If the replica is lost, another one is asked, and continues where the first one ended.
 
@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -24,21 +24,20 @@ from midfill.engine.process.aggregate import RequestTasks, total_stats, total_te
 from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.engine.routing import request_key
-from midfill.errors import (
-    EngineDeadError,
-    QueueFullError,
-)
+from midfill.errors import EngineDeadError, QueueFullError
 from midfill.kv.tiers.load_policy import MeasuredRate
 from midfill.serving.cluster.kv_moves import Holdings
 from midfill.serving.cluster.messages import (
     Accepted,
-    FromReplica,
     KvHint,
     KvMoveCounts,
     Output,
     ReplicaNumbers,
     total_moves,
 )
+
+if TYPE_CHECKING:  # imports Ray
+    from midfill.serving.cluster.serve_handles import ServeReplicas
 
 _log = logging.getLogger(__name__)
 
@@ -132,30 +131,6 @@ def _without(output: EngineOutput, skipped: int, *, first: bool) -> EngineOutput
     )
 
 
-class Replicas(Protocol):
-    """The replicas of one model, however they are reached."""
-
-    def ask(
-        self, request: EngineRequest, document: str, avoid: list[str], hint: KvHint
-    ) -> AsyncGenerator[FromReplica, None]:
-        """Yield what the replica that gets the request answers; closing it cancels the request.
-
-        Args:
-            request: what to ask.
-            document: ``engine.routing.request_key``.
-            avoid: replicas that have failed on it.
-            hint: where its KV is.
-
-        Raises:
-            EngineDeadError: there is no replica, or it was lost.
-        """
-        ...
-
-    def numbers(self) -> Mapping[str, ReplicaNumbers]:
-        """Return the last numbers of each replica, by its name."""
-        ...
-
-
 class RemoteEngine:
     """See ``serving.server.served_engine.ServedEngine``.
 
@@ -171,7 +146,7 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, replicas: Replicas, info: EngineInfo, holdings: Holdings | None = None
+        self, replicas: "ServeReplicas", info: EngineInfo, holdings: Holdings | None = None
     ) -> None:
         self.resumed = 0
         self._holdings = holdings

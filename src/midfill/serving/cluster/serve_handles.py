@@ -24,7 +24,7 @@ _decoder: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromRep
 
 
 class ServeReplicas:
-    """See ``remote_engine.Replicas``.
+    """The replicas of one model.
 
     Args:
         handle: of the deployment of ``EngineReplica``.
@@ -42,7 +42,17 @@ class ServeReplicas:
     async def ask(
         self, request: EngineRequest, document: str, avoid: list[str], hint: KvHint
     ) -> AsyncGenerator[FromReplica, None]:
-        """Yield a replica's messages; see ``remote_engine.Replicas``."""
+        """Yield what the replica that gets the request answers; closing it cancels the request.
+
+        Args:
+            request: what to ask.
+            document: ``engine.routing.request_key``.
+            avoid: replicas that have failed on it.
+            hint: where its KV is.
+
+        Raises:
+            EngineDeadError: there is no replica, or it was lost.
+        """
         # Another machine's clock counts from another time.
         left = None if request.deadline is None else request.deadline - time.monotonic()
         messages = self._generate.remote(
@@ -88,7 +98,7 @@ class ServeReplicas:
 
 
 class ServePeers:
-    """See ``kv_moves.KvPeers``.
+    """The other replicas.
 
     Args:
         app: name of the replicas' application.
@@ -102,7 +112,11 @@ class ServePeers:
     async def export_kv(
         self, replica: str, tenant: str, token_ids: Sequence[int], start: int
     ) -> bytes:
-        """Return what a replica has cached; see ``kv_moves.KvPeers``."""
+        """Return an encoded ``KvBlob`` of what a replica has cached of a prompt from ``start`` on.
+
+        Raises:
+            KvTransferError: it has nothing, or it can't be reached.
+        """
         response = self._export.remote(tenant, list(token_ids), start, replica=replica)
         blob: bytes | None = None
         try:

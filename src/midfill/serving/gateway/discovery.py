@@ -2,13 +2,11 @@
 
 import asyncio
 import dataclasses
-import ipaddress
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from midfill.config import FimTokens
 from midfill.errors import MidfillError
@@ -21,9 +19,10 @@ from midfill.serving.gateway.character_tokenizer import (
     family_tokens,
     tokens_by_name,
 )
-from midfill.serving.gateway.options import GatewayOptions
-from midfill.serving.gateway.upstream import ApiName, Kind, Upstream
+from midfill.serving.gateway.options import ApiName, GatewayOptions
+from midfill.serving.gateway.upstream import Kind, Upstream
 from midfill.serving.gateway.upstream_api import UpstreamFailedError
+from midfill.system.machine import is_local
 
 _OWNERS: Mapping[str, Kind] = {
     "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "midfill": "midfill",
@@ -268,7 +267,7 @@ def _find(
 
 def _local_folder(upstream: Upstream, model: ServedModel) -> Path | None:
     """Return the model's folder, if the server is on this machine and names one."""
-    if not model.root or not _is_local(upstream.address):
+    if not model.root or not is_local(upstream.address):
         return None
     folder = Path(model.root)
     try:
@@ -279,11 +278,3 @@ def _local_folder(upstream: Upstream, model: ServedModel) -> Path | None:
         _log.warning("the tokenizer of %s can't be used: %s", upstream.address, error)
         return None
     return folder
-
-
-def _is_local(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

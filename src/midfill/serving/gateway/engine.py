@@ -5,12 +5,11 @@ task does is ``PromptAnswers``'s. A task that is cancelled closes its connection
 know that nobody waits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from midfill.engine.messages import EngineInfo
 from midfill.engine.process.aggregate import RequestTasks
@@ -21,10 +20,10 @@ from midfill.serving.gateway.pool import UpstreamPool
 from midfill.serving.gateway.prompt_answers import AnswerCounts, PromptAnswers
 from midfill.serving.gateway.upstream import Upstream
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
+from midfill.serving.server.metrics import Families, families
 
 _MAX_RUNNING = 1024  # requests; beyond it they are refused
 
-_UPSTREAM = "upstream"
 _GAUGES: dict[str, tuple[str, Callable[[Upstream], float]]] = {
     "upstream_up": ("Whether requests may be sent to it.", lambda each: each.usable),
     "upstream_requests_running": ("Requests in progress there.", lambda each: each.running),
@@ -32,6 +31,16 @@ _GAUGES: dict[str, tuple[str, Callable[[Upstream], float]]] = {
 _COUNTERS: dict[str, tuple[str, Callable[[Upstream], float]]] = {
     "upstream_requests": ("Requests sent to it.", lambda each: each.requests),
     "upstream_failures": ("Of these, failed ones.", lambda each: each.failures),
+}
+_ANSWER_COUNTERS: dict[str, tuple[str, Callable[[AnswerCounts], float]]] = {
+    "upstream_retries": (
+        "Requests sent to another upstream after one had failed.",
+        lambda counts: counts.retries,
+    ),
+    "answers_asked_again": (
+        "Answers that did not begin with the half word before the caret.",
+        lambda counts: counts.asked_again,
+    ),
 }
 
 
@@ -163,33 +172,9 @@ def _check(request: EngineRequest) -> None:
         )
 
 
-class UpstreamCollector(Collector):
-    """Gauges and counters of the upstreams.
-
-    Args:
-        pool: the upstreams.
-        counts: of what went otherwise than hoped.
-    """
-
-    def __init__(self, pool: UpstreamPool, counts: AnswerCounts) -> None:
-        self._pool = pool
-        self._counts = counts
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yield the metrics as of now."""
-        for kind, families in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, (help, value) in families.items():
-                family = kind(f"midfill:{name}", help, labels=[_UPSTREAM])
-                for upstream in self._pool.upstreams:
-                    family.add_metric([upstream.address], float(value(upstream)))
-                yield family
-        yield CounterMetricFamily(
-            "midfill:upstream_retries",
-            "Requests sent to another upstream after one had failed.",
-            value=self._counts.retries,
-        )
-        yield CounterMetricFamily(
-            "midfill:answers_asked_again",
-            "Answers that did not begin with the half word before the caret.",
-            value=self._counts.asked_again,
-        )
+def upstream_metrics(pool: UpstreamPool, counts: AnswerCounts) -> Families:
+    """Yield gauges and counters of the upstreams, and what went otherwise than hoped, as of now."""
+    rows = [((each.address,), each) for each in pool.upstreams]
+    yield from families(GaugeMetricFamily, _GAUGES, rows, ("upstream",))
+    yield from families(CounterMetricFamily, _COUNTERS, rows, ("upstream",))
+    yield from families(CounterMetricFamily, _ANSWER_COUNTERS, [((), counts)])

@@ -3,69 +3,84 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from midfill.config import DEFAULT_DOCUMENT_MEMORY, FimTokens, LogOptions
+from midfill.config import Flag
 from midfill.errors import MidfillError, OptionError
-from midfill.serving.gateway.upstream import ApiName
-from midfill.serving.options import TlsFiles, WindowSize
+from midfill.serving.options import FrontendOptions
 
-DEFAULT_UPSTREAM_TIMEOUT = 120.0
-DEFAULT_WAIT = 30.0
+ApiName = Literal["auto", "vllm", "sglang", "llama.cpp", "midfill", "openai"]
+
 _URL = re.compile(r"https?://[^/\s@]+(/\S*)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayOptions:
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions(FrontendOptions):
     """What ``midfill gateway`` serves and how.
 
+    Each flag says what its field means; what it doesn't say is here.
+
     Attributes:
-        upstreams: URLs of the servers.
-        upstream_file: a file with further URLs, one per line, read again on SIGHUP.
-        upstream_api: which servers they are; "auto" finds out.
-        upstream_key: API key that they want; None sends none.
-        upstream_timeout: seconds without a byte after which a server counts as failed.
-        wait: seconds to wait at the start until one of them answers.
-        model: the model to use of those that they serve; None takes their first.
-        tokenizer: folder of the model's tokenizer; None does without, unless a server on this
-            machine names one.
-        context: maximum tokens of a prompt and its answer; None takes what they say.
+        model: the model to use of those that the servers have; None takes their first.
+        tokenizer: None does without, unless a server on this machine names one.
         served_name: the model's name for clients; None takes the servers'.
-        idle_prefill: have servers without other work compute the prompts that documents will
-            probably need next.
-        aliases, host, port, api_keys, api_key_file, tls, allowed_hosts, fim_tokens, window,
-        snippets, document_memory, max_body_bytes, logs, otlp_traces_endpoint: see ``ServeOptions``.
 
     Raises:
-        MidfillError: there is no upstream, or one's URL is none.
+        MidfillError: there is no upstream, or one's URL is none; see ``FrontendOptions``.
     """
 
-    upstreams: tuple[str, ...] = ()
-    upstream_file: Path | None = None
-    upstream_api: ApiName = "auto"
-    upstream_key: str | None = field(default=None, repr=False)
-    upstream_timeout: float = DEFAULT_UPSTREAM_TIMEOUT
-    wait: float = DEFAULT_WAIT
+    upstreams: Annotated[
+        tuple[str, ...],
+        Flag(
+            name="--upstream",
+            metavar="URL",
+            repeated=True,
+            help="A server to stand in front of; may be repeated, for replicas of one.",
+        ),
+    ] = ()
+    upstream_file: Annotated[
+        Path | None,
+        Flag(metavar="FILE", help="Further servers, a URL per line; read again on SIGHUP."),
+    ] = None
+    upstream_api: Annotated[
+        ApiName, Flag(help="Which servers they are; by default each is asked.")
+    ] = "auto"
+    upstream_key: Annotated[
+        str | None,
+        Flag(envvar="MIDFILL_UPSTREAM_KEY", metavar="KEY", help="API key that the servers want."),
+    ] = field(default=None, repr=False)
+    upstream_timeout: Annotated[
+        float,
+        Flag(
+            min=0.1, metavar="SECONDS", help="A server that sends nothing for so long has failed."
+        ),
+    ] = 120.0
+    wait: Annotated[
+        float,
+        Flag(min=0, metavar="SECONDS", help="How long to wait at the start for a server."),
+    ] = 30.0
     model: str | None = None
-    tokenizer: Path | None = None
-    context: int | None = None
-    served_name: str | None = None
-    aliases: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
-    tls: TlsFiles | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    fim_tokens: FimTokens | None = None
-    window: WindowSize | None = None
-    snippets: int | None = None
-    idle_prefill: bool = False
-    document_memory: int = DEFAULT_DOCUMENT_MEMORY
-    max_body_bytes: int = 16 * 1024 * 1024
-    logs: LogOptions = field(default_factory=LogOptions)
-    otlp_traces_endpoint: str | None = None
+    tokenizer: Annotated[
+        Path | None,
+        Flag(
+            metavar="FOLDER",
+            help="Folder of the model's tokenizer.json. Prompts are then sent as token ids.",
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        Flag(min=2, help="Maximum tokens of a prompt and its answer; by default the servers'."),
+    ] = None
+    idle_prefill: Annotated[
+        bool,
+        Flag(
+            help="While a server has no other request of the gateway, have it compute the prompts"
+            " that documents will probably need next."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.addresses()
 
     def addresses(self) -> list[str]:

@@ -10,7 +10,8 @@ from midfill.engine.request import EngineSamplingParams
 from midfill.engine.routing import choose
 from midfill.errors import MidfillError, QueueFullError, UpstreamError
 from midfill.serving.gateway.discovery import discover, find_models
-from midfill.serving.gateway.upstream import ApiName, Upstream
+from midfill.serving.gateway.options import ApiName
+from midfill.serving.gateway.upstream import Upstream
 from midfill.serving.gateway.upstream_api import Call, UpstreamFailedError
 
 _log = logging.getLogger(__name__)

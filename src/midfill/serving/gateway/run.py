@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import signal
-import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import aiohttp
 from starlette.types import ASGIApp
@@ -19,7 +18,7 @@ from midfill.infill.window import WindowRule
 from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN, SpelledTokens
 from midfill.serving.gateway.chat import chat_dialect
 from midfill.serving.gateway.discovery import DescribedUpstream, ServedModel, describe, discover
-from midfill.serving.gateway.engine import GatewayEngine, UpstreamCollector
+from midfill.serving.gateway.engine import GatewayEngine, upstream_metrics
 from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.pool import UpstreamPool
 from midfill.serving.gateway.upstream import Upstream, trace_connections
@@ -29,26 +28,17 @@ from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.dialects import openai
 from midfill.serving.server.limits import RateLimits
-from midfill.serving.server.listening import (
-    ServerTls,
-    answer_until_stopped,
-    bind,
-    cancel_on_termination,
-    open_traces,
-    own_hosts,
-    url_of,
-    warn_if_open,
-)
-from midfill.serving.server.middleware import Traces
+from midfill.serving.server.listening import Listener, answer_until_stopped, listen
 from midfill.serving.server.service import ModelService
+
+if TYPE_CHECKING:  # needs an extra
+    from midfill.serving.server.tracing import RequestTraces
 
 _log = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT = 8192  # tokens, where no server says
 _RETRY_SECONDS = 0.5
 _ENCODED_AT_ONCE = 65_536  # bytes of a request; characters are encoded within a millisecond
-
-OnReady = Callable[[str, "Gateway"], None]
 
 
 class Gateway:
@@ -78,7 +68,7 @@ class Gateway:
     def app(
         self,
         keys: KeyRing,
-        traces: Traces | None = None,
+        traces: "RequestTraces | None" = None,
         own_hosts: Sequence[str] | None = None,
     ) -> ASGIApp:
         """Return the ASGI application; see ``create_app``."""
@@ -114,7 +104,7 @@ class Gateway:
         _log.warning("servers behind the gateway: %s", ", ".join(addresses))
 
 
-def run_gateway(options: GatewayOptions, on_ready: OnReady | None = None) -> None:
+def run_gateway(options: GatewayOptions, on_ready: Callable[[str, "Gateway"], None]) -> None:
     """Serve until interrupted.
 
     Args:
@@ -124,17 +114,19 @@ def run_gateway(options: GatewayOptions, on_ready: OnReady | None = None) -> Non
     Raises:
         MidfillError: the address can't be used, no server answers, or they don't fit together.
     """
-    keys = KeyRing(options.api_keys, options.api_key_file)
-    tls = None if options.tls is None else ServerTls(options.tls)
-    with (
-        bind(options.host, options.port) as listener,
-        open_traces(options.otlp_traces_endpoint) as traces,
-    ):
-        warn_if_open(listener, options.host, keys, tls)
-        try:
-            asyncio.run(_serve(options, keys, tls, listener, traces, on_ready))
-        except asyncio.CancelledError:
-            sys.exit(128 + signal.SIGTERM)
+
+    async def serve(listener: Listener) -> None:
+        keys = listener.keys
+        async with open_gateway(options, keys.tenants, RateLimits(keys.limits_of)) as gateway:
+            await answer_until_stopped(
+                gateway.app(keys, listener.traces, listener.own_hosts),
+                listener,
+                gateway.service,
+                lambda: on_ready(listener.url, gateway),
+                gateway.start_reload,
+            )
+
+    listen(options, serve)
 
 
 @contextlib.asynccontextmanager
@@ -210,35 +202,8 @@ def _service(
         context=context,
         encodes_at_once=0 if model.has_tokenizer else _ENCODED_AT_ONCE,
     )
-    service.metrics.add(UpstreamCollector(pool, engine.counts))
+    service.metrics.add(partial(upstream_metrics, pool, engine.counts))
     return service
-
-
-async def _serve(
-    options: GatewayOptions,
-    keys: KeyRing,
-    tls: ServerTls | None,
-    listener: socket.socket,
-    traces: Traces | None,
-    on_ready: OnReady | None,
-) -> None:
-    cancel_on_termination()
-    async with open_gateway(options, keys.tenants, RateLimits(keys.limits_of)) as gateway:
-
-        def listening() -> None:
-            if on_ready is not None:
-                on_ready(url_of(listener, tls), gateway)
-
-        hosts = own_hosts(listener, options.host, keys, options.allowed_hosts)
-        app = gateway.app(keys, traces, hosts)
-
-        def reload() -> None:
-            keys.reload()
-            if tls is not None:
-                tls.reload()
-            gateway.start_reload()
-
-        await answer_until_stopped(app, listener, gateway.service, listening, reload, tls=tls)
 
 
 async def _wait_for_models(

@@ -17,12 +17,10 @@ from midfill.serving.gateway.upstream_api import (
     CompletionsApi,
     LlamaCppApi,
     Piece,
-    UpstreamApi,
     UpstreamFailedError,
     error_text,
 )
 
-ApiName = Literal["auto", "vllm", "sglang", "llama.cpp", "midfill", "openai"]
 Kind = Literal["vllm", "sglang", "llama.cpp", "midfill", "openai"]
 
 _BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError)  # what a connection raises
@@ -92,7 +90,7 @@ class Upstream:
         return self.fault is None and not self.draining and self.breaker.allows
 
     @property
-    def api(self) -> UpstreamApi:
+    def api(self) -> CompletionsApi | LlamaCppApi:
         """How it is asked."""
         return LlamaCppApi() if self.kind == "llama.cpp" else CompletionsApi(self.kind)
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.validation import MAX_ANSWERS
@@ -85,37 +85,6 @@ class Piece:
     completion_tokens: int | None = None
 
 
-class UpstreamApi(Protocol):
-    """How to ask one kind of server."""
-
-    @property
-    def path(self) -> str:
-        """Where to POST."""
-        ...
-
-    @property
-    def max_answers(self) -> int:
-        """Maximum number of answers of one call."""
-        ...
-
-    @property
-    def ends_by_token(self) -> bool:
-        """Whether an answer ends with the first of ``stop_token_ids``."""
-        ...
-
-    def body(self, call: Call) -> dict[str, Any]:
-        """Return the JSON body to send."""
-        ...
-
-    def pieces(self, event: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield what a streamed event says.
-
-        Raises:
-            UpstreamFailedError: it says that the upstream has failed, or makes no sense.
-        """
-        ...
-
-
 def start_regex(text: str) -> str:
     """Return the regular expression of what begins with a text, for vLLM and SGLang."""
     escaped = _REGEX_SPECIAL.sub(lambda match: "\\" + match.group(), text)
@@ -135,10 +104,15 @@ def _without_control(text: str) -> str:
 
 
 class CompletionsApi:
-    """POST /v1/completions, as vLLM, SGLang, midfill and others serve it; see ``UpstreamApi``.
+    """POST /v1/completions, as vLLM, SGLang, midfill and others serve it.
 
     Args:
         kind: which server it is; what only some know is sent to these.
+
+    Attributes:
+        path: where to POST.
+        max_answers: maximum number of answers of one call.
+        ends_by_token: whether an answer ends with the first of ``stop_token_ids``.
     """
 
     path = "/v1/completions"
@@ -200,7 +174,11 @@ class CompletionsApi:
         )
 
     def pieces(self, event: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield what a streamed event says; see ``UpstreamApi``."""
+        """Yield what a streamed event says.
+
+        Raises:
+            UpstreamFailedError: it says that the upstream has failed, or makes no sense.
+        """
         if (error := event.get("error")) is not None:
             raise UpstreamFailedError(f"failed on the request: {error_text(error)}")
         usage = event.get("usage")
@@ -250,7 +228,7 @@ def error_text(error: object) -> str:
 
 
 class LlamaCppApi:
-    """llama.cpp's POST /completion; see ``UpstreamApi``. Its /infill can't express a cut.
+    """llama.cpp's POST /completion, as ``CompletionsApi`` has it. Its /infill can't express a cut.
 
     Each answer is a request of its own: they find the prompt cached.
     """
@@ -284,7 +262,7 @@ class LlamaCppApi:
         return body
 
     def pieces(self, event: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield what a streamed event says; see ``UpstreamApi``."""
+        """Yield what a streamed event says; see ``CompletionsApi``."""
         if (error := event.get("error")) is not None:
             raise UpstreamFailedError(f"failed on the request: {error_text(error)}")
         if not isinstance(event.get("content"), str):

@@ -1,7 +1,8 @@
 """create_app: all dialects around one served model, its health, metrics and description."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI
@@ -13,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
 from midfill.serving.server.auth import KeyRing, monitor_check, tenant_check
-from midfill.serving.server.bodies import body_schemas
+from midfill.serving.server.bodies import body_schemas, json_response
 from midfill.serving.server.dialects import (
     llama_cpp,
     llama_cpp_model,
@@ -29,15 +30,16 @@ from midfill.serving.server.middleware import (
     EarlyRefusal,
     OwnHosts,
     RequestLog,
-    Traces,
 )
 from midfill.serving.server.pages import routes as pages
 from midfill.serving.server.responses import ErrorBody, install_error_handlers
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
-_DESCRIPTION = "/openapi.json"
+if TYPE_CHECKING:  # needs an extra
+    from midfill.serving.server.tracing import RequestTraces
 
+_DESCRIPTION = "/openapi.json"
 
 DIALECTS = (
     openai_completions.DIALECT,
@@ -53,7 +55,7 @@ DIALECTS = (
 def create_app(
     service: ModelService,
     keys: KeyRing | None = None,
-    traces: Traces | None = None,
+    traces: "RequestTraces | None" = None,
     dialects: Sequence[Dialect] = DIALECTS,
     *,
     redact: bool = False,
@@ -109,7 +111,12 @@ def description_routes(app: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> 
         bodies: the request bodies that they refer to.
     """
     router = APIRouter(include_in_schema=False)
-    describe = _description(app, bodies)
+
+    @cache  # once all routes are there
+    def describe() -> dict[str, Any]:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schema.setdefault("components", {})["schemas"] = body_schemas(bodies)
+        return schema
 
     @router.get(_DESCRIPTION)
     async def openapi() -> JSONResponse:
@@ -126,20 +133,6 @@ def description_routes(app: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> 
     return router
 
 
-def _description(
-    app: FastAPI, bodies: Sequence[type[msgspec.Struct]]
-) -> Callable[[], dict[str, Any]]:
-    schema: dict[str, Any] = {}
-
-    def describe() -> dict[str, Any]:
-        if not schema:
-            schema.update(get_openapi(title=app.title, version=app.version, routes=app.routes))
-            schema.setdefault("components", {})["schemas"] = body_schemas(bodies)
-        return schema
-
-    return describe
-
-
 def health_routes(service: ModelService) -> APIRouter:
     """Return the router of /health, /readyz and /livez."""
     router = APIRouter()
@@ -150,7 +143,7 @@ def health_routes(service: ModelService) -> APIRouter:
 
         The server restarts the engine by itself, so nobody need restart the server for that.
         """
-        return Response(msgspec.json.encode({"status": "ok"}), media_type="application/json")
+        return json_response({"status": "ok"})
 
     @router.get("/readyz")
     @router.get("/health")

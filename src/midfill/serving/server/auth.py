@@ -29,34 +29,18 @@ from midfill.serving.server.request import current_request
 from midfill.serving.server.responses import ApiError
 
 _log = logging.getLogger(__name__)
-
-
 MAX_GUESSES = 10
 """Different wrong keys that an address may send at once."""
-
 
 GUESS_SECONDS = 6.0
 """Time after which it may send one more."""
 
-
 _MAX_ADDRESSES = 4096
-
-
 _MAX_KEYS = 64  # of an address that are remembered; right and wrong ones
-
-
 _DIGEST_BYTES = 8  # of each
-
-
 _MADE_KEY = re.compile(rb"mf-[A-Za-z0-9_-]{43}")
-
-
 _NETWORK_BITS = 64  # of an IPv6 address; who has one has the whole network
-
-
 _BEARER = "Bearer"
-
-
 _BASIC = 'Basic realm="midfill", charset="UTF-8"'  # browsers ask their user
 
 
@@ -314,7 +298,7 @@ def _find_name(request: Request, keys: KeyRing, *, basic: bool) -> str:
     """
     name: str | None = ""
     if keys:
-        key = _sent_key(request.headers.get("authorization", ""), basic=basic)
+        key = sent_key(request.headers.get("authorization", ""), basic=basic)
         name = None if key is None else keys.find_name(key, client_host(request))
     if name is None:
         hint = ", or as a Basic password" if basic else ""
@@ -334,8 +318,13 @@ def client_host(request: Request) -> str | None:
     return None if request.client is None else request.client.host
 
 
-def _sent_key(header: str, *, basic: bool) -> bytes | None:
-    """Return the key of an Authorization header; None if it holds none."""
+def sent_key(header: str, *, basic: bool = False) -> bytes | None:
+    """Return the key of an Authorization header; None if it holds none.
+
+    Args:
+        header: its value.
+        basic: take a password of HTTP's Basic authentication, too.
+    """
     # Headers are decoded as Latin-1, whatever bytes the client sent. As text, the last byte of a
     # key in UTF-8 could be a blank.
     name, _, value = header.encode("latin-1").partition(b" ")

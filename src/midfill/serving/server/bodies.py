@@ -14,18 +14,11 @@ from midfill.serving.server.request import current_request
 from midfill.serving.server.responses import ApiError
 
 T = TypeVar("T")
-
-
 _SCHEMAS = "#/components/schemas/{name}"
-
 
 # msgspec writes, for instance: Expected `int`, got `str` - at `$.stop[1]`
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?P<part>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
-
-
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-
-
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
@@ -64,23 +57,10 @@ async def read_json(
         InvalidRequestError: see ``decode_json``.
     """
     _check_headers(request, any_content_type and "origin" not in request.headers)
-    data = await _read(request, limit)
+    data = await read_bytes(request, limit)
     if (record := current_request.get()) is not None:
         record.body_bytes = len(data)
     return decode_json(data, kind)
-
-
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """Read a body that is no JSON.
-
-    Args:
-        request: a request whose body is unread.
-        limit: maximum size in bytes.
-
-    Raises:
-        ApiError: 413 for a body that is too long.
-    """
-    return await _read(request, limit)
 
 
 def _check_headers(request: Request, any_content_type: bool) -> None:
@@ -101,7 +81,16 @@ def _check_headers(request: Request, any_content_type: bool) -> None:
         )  # fmt: skip
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """Read a body that is no JSON.
+
+    Args:
+        request: a request whose body is unread.
+        limit: maximum size in bytes.
+
+    Raises:
+        ApiError: 413 for a body that is too long.
+    """
     message = f"the body is longer than the {limit} bytes that this server accepts"
     too_long = ApiError(413, message, code="request_too_large")
     declared = request.headers.get("content-length", "0")

@@ -12,15 +12,14 @@ A connection of uvicorn's that keeps four bounds:
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from midfill.serving.options import ListenOptions
 from midfill.serving.server.metrics import ConnectionCounts
-from midfill.serving.server.responses import ApiError, openai_error_body
+from midfill.serving.server.responses import ApiError, error_response, openai_error_body
 
 _MAX_HEAD_BYTES = 64 * 1024
 _SPARE_CONNECTIONS = 128  # beyond the maximum, to be told that there are too many
@@ -28,23 +27,7 @@ _RETRY_SECONDS = 1
 _LINGER_SECONDS = 2.0  # for a rejected client to read why, while what it sends is thrown away
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConnectionLimits:
-    """The bounds.
-
-    Attributes:
-        max_connections: how many may be open.
-        client_timeout: seconds in which a client must have sent a request, and after which one that
-            takes nothing of its answer is disconnected; 0 is for ever.
-    """
-
-    max_connections: int = 2048
-    client_timeout: float = 30.0
-
-
-def limited_protocol(
-    limits: ConnectionLimits, counts: ConnectionCounts
-) -> "type[LimitedConnection]":
+def limited_protocol(limits: ListenOptions, counts: ConnectionCounts) -> "type[LimitedConnection]":
     """Return the class of one server's connections, to be given to uvicorn."""
 
     class Connection(LimitedConnection):
@@ -57,7 +40,7 @@ def limited_protocol(
 class LimitedConnection(HttpToolsProtocol):
     """One connection; see the module."""
 
-    _limits: ConnectionLimits
+    _limits: ListenOptions
     _counts: ConnectionCounts
 
     _idle_since: float
@@ -229,14 +212,9 @@ class LimitedConnection(HttpToolsProtocol):
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer any request with 503 (ASGI)."""
     error = ApiError(
-        503, "too many connections are open; try again in a moment", code="too_many_connections"
+        503,
+        "too many connections are open; try again in a moment",
+        code="too_many_connections",
+        headers={"retry-after": str(_RETRY_SECONDS), "connection": "close"},
     )
-    headers: list[Any] = [
-        (b"content-type", b"application/json"),
-        (b"retry-after", str(_RETRY_SECONDS).encode()),
-        (b"connection", b"close"),
-    ]
-    body = msgspec.json.encode(openai_error_body(error))
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await error_response(error)(scope, receive, send)

@@ -4,19 +4,19 @@ For whoever moves documents between servers, behind a key of its own: its holder
 the KV of all tenants.
 """
 
-import hmac
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
+from midfill.engine.disaggregated.client import DisaggregatedClient
+from midfill.engine.process.client import EngineClient
 from midfill.errors import KvTransferError
-from midfill.serving.server.auth import KeyGuesses, client_host
+from midfill.serving.server.auth import KeyRing, client_host, sent_key
 from midfill.serving.server.bodies import json_response, read_bytes, read_json
-from midfill.serving.server.key_file import key_digest
 from midfill.serving.server.responses import ApiError
 
 _MAX_JSON_BYTES = 16 * 2**20
@@ -24,30 +24,6 @@ _TOKEN = np.dtype("<i4")
 _HEADER_BYTES = 64 * 2**20  # of a blob, at most, beside the KV
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-
-
-class KvEngine(Protocol):
-    """What the routes ask of an engine; see ``engine.process.client.EngineClient``."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Size of its KV pool."""
-        ...
-
-    async def cached_tokens(self, tenant: str, token_ids: list[int]) -> int:
-        """Return how many of a prompt's tokens are cached, from the first on."""
-        ...
-
-    async def export_kv(self, tenant: str, token_ids: list[int], start: int = 0) -> bytes:
-        """Return an encoded ``KvBlob``, without the first ``start`` tokens."""
-        ...
-
-    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
-        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached.
-
-        ``before`` are the tokens that the export has left out.
-        """
-        ...
 
 
 class KvFindBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,7 +48,7 @@ class KvExportBody(KvFindBody, forbid_unknown_fields=True):
     start: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-def kv_routes(engine: KvEngine, key: str) -> APIRouter:
+def kv_routes(engine: EngineClient | DisaggregatedClient, key: str) -> APIRouter:
     """Return the router.
 
     Args:
@@ -120,18 +96,11 @@ def kv_routes(engine: KvEngine, key: str) -> APIRouter:
 
 
 def _key_check(key: str) -> Callable[[Request], Awaitable[None]]:
-    digest, guesses = key_digest(key.encode()), KeyGuesses()
+    keys = KeyRing([key])
 
     async def check(request: Request) -> None:
-        scheme, _, text = request.headers.get("authorization", "").partition(" ")
-        sent, host = text.strip().encode("latin-1"), client_host(request)
-        sent_digest = key_digest(sent)
-        if host is not None:
-            guesses.check(host, sent, sent_digest)
-        right = scheme.lower() == "bearer" and hmac.compare_digest(sent_digest, digest)
-        if host is not None:
-            guesses.record(host, sent, sent_digest, right=right)
-        if not right:
+        sent = sent_key(request.headers.get("authorization", ""))
+        if sent is None or keys.find_name(sent, client_host(request)) is None:
             raise ApiError(
                 401, "the key of --kv-transfer-key is needed: Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},

@@ -12,30 +12,29 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from midfill.errors import MidfillError
-from midfill.serving.options import ListenOptions, TlsFiles
+from midfill.serving.options import FrontendOptions, ListenOptions, TlsFiles
 from midfill.serving.server.auth import KeyRing
-from midfill.serving.server.connections import ConnectionLimits, limited_protocol
-from midfill.serving.server.metrics import ConnectionCollector, ConnectionCounts
-from midfill.serving.server.middleware import Traces
+from midfill.serving.server.connections import limited_protocol
+from midfill.serving.server.metrics import ConnectionCounts
 from midfill.serving.server.service import ModelService
 from midfill.system.extras import require
 from midfill.system.process import freeze_objects, raise_open_file_limit
 
+if TYPE_CHECKING:  # needs an extra
+    from midfill.serving.server.tracing import RequestTraces
+
 _log = logging.getLogger(__name__)
-
-
 _LAST_WORDS_SECONDS = 2  # for the errors of requests that the server's end has ended
-
-
 _OTHER_FILES = 256  # that the process has open, or may open, beside connections
 
 
@@ -115,14 +114,114 @@ def _ssl_reason(error: ssl.SSLError) -> str:
     return (error.reason or "no certificate in it").replace("_", " ").lower()
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Where a server listens, and to whom.
+
+    Attributes:
+        options: what its operator has chosen.
+        socket: bound to the address.
+        keys: who may send requests.
+        tls: encrypts connections; None speaks plain HTTP.
+        traces: where traces of requests go; None makes none.
+    """
+
+    options: FrontendOptions
+    socket: socket.socket
+    keys: KeyRing
+    tls: ServerTls | None = None
+    traces: "RequestTraces | None" = None
+
+    @property
+    def url(self) -> str:
+        """The URL that clients on this machine reach it by."""
+        host, port = self.socket.getsockname()[:2]
+        any_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        host = any_host.get(host, f"[{host}]" if ":" in host else host)
+        return f"{'http' if self.tls is None else 'https'}://{host}:{port}"
+
+    @property
+    def own_hosts(self) -> tuple[str, ...] | None:
+        """The names that it answers under, beside its machine's own; None: any.
+
+        With keys, who asks is known, so names don't matter.
+        """
+        if self.keys or not self._is_loopback:
+            return None
+        return (self.options.host, *self.options.allowed_hosts)
+
+    @property
+    def _is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        host = self.socket.getsockname()[0].partition("%")[0]  # without an IPv6 zone
+        return ipaddress.ip_address(host).is_loopback
+
+    def warn_if_open(self) -> None:
+        """Log warnings if other machines can connect and need no key, or send it unencrypted."""
+        if self._is_loopback:
+            return
+        if not self.keys:
+            _log.warning(
+                "other machines can use the model: the server listens on %s and needs no API key;"
+                " set --api-key, --api-key-file or MIDFILL_API_KEY, or listen on 127.0.0.1",
+                self.options.host,
+            )
+        if self.tls is None:
+            _log.warning(
+                "texts and keys travel unencrypted: the server listens on %s without TLS; set"
+                " --ssl-certfile and --ssl-keyfile, or listen on 127.0.0.1 behind a proxy with TLS",
+                self.options.host,
+            )
+
+    def reload(self) -> None:
+        """Read keys and certificate again; see ``KeyRing.reload`` and ``ServerTls.reload``."""
+        self.keys.reload()
+        if self.tls is not None:
+            self.tls.reload()
+
+
+def listen(
+    options: FrontendOptions, serve: Callable[[Listener], Coroutine[Any, Any, None]]
+) -> None:
+    """Bind to the address, and serve there until interrupted.
+
+    Args:
+        options: where, and to whom.
+        serve: loads what answers, and calls ``answer_until_stopped``. SIGTERM cancels it until
+            then.
+
+    Raises:
+        MidfillError: the address, the key file or the certificate can't be used, or libraries that
+            the options need are not installed.
+    """
+    keys = KeyRing(options.api_keys, options.api_key_file)
+    tls = None if options.tls is None else ServerTls(options.tls)
+
+    async def served(listener: Listener) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await serve(listener)
+
+    with (
+        bind(options.host, options.port) as bound,
+        _open_traces(options.otlp_traces_endpoint) as traces,
+    ):
+        listener = Listener(options, bound, keys, tls, traces)
+        listener.warn_if_open()
+        try:
+            asyncio.run(served(listener))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
+
+
 async def answer_until_stopped(
     app: ASGIApp,
-    listener: socket.socket,
+    listener: Listener,
     service: ModelService,
     on_listening: Callable[[], None],
-    on_hangup: Callable[[], None] | None = None,
+    on_hangup: Callable[[], None] = lambda: None,
     options: ListenOptions | None = None,
-    tls: ServerTls | None = None,
 ) -> None:
     """Serve an application until the process is interrupted.
 
@@ -131,24 +230,20 @@ async def answer_until_stopped(
 
     Args:
         app: what answers.
-        listener: a bound socket.
+        listener: where.
         service: the application's model.
         on_listening: called once clients can connect.
-        on_hangup: called at each SIGHUP.
+        on_hangup: called at each SIGHUP, once keys and certificate were read again.
         options: bounds; None takes the defaults.
-        tls: encrypts connections; None speaks plain HTTP.
     """
     options = options or ListenOptions()
     loop = asyncio.get_running_loop()
     counts = ConnectionCounts()
-    service.metrics.add(ConnectionCollector(counts))
-    limits = ConnectionLimits(
-        max_connections=_supported_connections(options.max_connections),
-        client_timeout=options.client_timeout,
-    )
+    service.metrics.add(counts.metrics)
+    most = _supported_connections(options.max_connections)
     config = uvicorn.Config(
         app,
-        http=limited_protocol(limits, counts),
+        http=limited_protocol(replace(options, max_connections=most), counts),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -156,18 +251,23 @@ async def answer_until_stopped(
         timeout_graceful_shutdown=math.ceil(options.drain_timeout) + _LAST_WORDS_SECONDS,
     )
     config.load()
-    config.ssl = None if tls is None else tls.context
+    config.ssl = None if listener.tls is None else listener.tls.context
     # From here on connections wait in the backlog until uvicorn accepts them, so that clients
     # can connect as soon as on_listening is called.
-    listener.listen(config.backlog)
+    listener.socket.listen(config.backlog)
     freeze_objects()
     on_listening()
     loop.remove_signal_handler(signal.SIGTERM)
-    if on_hangup is not None and hasattr(signal, "SIGHUP"):  # not on Windows
-        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+
+    def reload() -> None:
+        listener.reload()
+        on_hangup()
+
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        loop.add_signal_handler(signal.SIGHUP, reload)
     # uvicorn raises the signal that stopped it again when it is done.
     signal.signal(signal.SIGTERM, _exit)
-    await _Server(config, service, options.drain_timeout).serve(sockets=[listener])
+    await _Server(config, service, options.drain_timeout).serve(sockets=[listener.socket])
 
 
 class _Server(uvicorn.Server):
@@ -206,47 +306,8 @@ def _supported_connections(wanted: int) -> int:
     return supported
 
 
-def cancel_on_termination() -> None:
-    """Have SIGTERM cancel the current task, until ``answer_until_stopped`` listens."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
-def own_hosts(
-    listener: socket.socket, host: str, keys: KeyRing, allowed: Sequence[str]
-) -> tuple[str, ...] | None:
-    """Return the names that a server answers under, beside its machine's own; None: any.
-
-    Args:
-        listener: where it listens.
-        host: the same as its operator has written it.
-        keys: with any, who asks is known, so names don't matter.
-        allowed: names that its operator allows.
-    """
-    return None if keys or not _is_loopback(listener) else (host, *allowed)
-
-
-def warn_if_open(listener: socket.socket, host: str, keys: KeyRing, tls: ServerTls | None) -> None:
-    """Log warnings if other machines can connect and need no key, or send it unencrypted."""
-    if _is_loopback(listener):
-        return
-    if not keys:
-        _log.warning(
-            "other machines can use the model: the server listens on %s and needs no API key;"
-            " set --api-key, --api-key-file or MIDFILL_API_KEY, or listen on 127.0.0.1",
-            host,
-        )
-    if tls is None:
-        _log.warning(
-            "texts and keys travel unencrypted: the server listens on %s without TLS; set"
-            " --ssl-certfile and --ssl-keyfile, or listen on 127.0.0.1 behind a proxy with TLS",
-            host,
-        )
-
-
 @contextlib.contextmanager
-def open_traces(endpoint: str | None) -> Iterator[Traces | None]:
+def _open_traces(endpoint: str | None) -> "Iterator[RequestTraces | None]":
     """Yield where traces go, if they go anywhere; what is left is sent at the end."""
     if endpoint is None:
         yield None
@@ -281,19 +342,6 @@ def bind(host: str, port: int) -> socket.socket:
             f"can't listen on {host}:{port} ({reason}); choose another --host or --port"
         ) from error
     return listener
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can connect."""
-    host = listener.getsockname()[0].partition("%")[0]  # without an IPv6 zone
-    return ipaddress.ip_address(host).is_loopback
-
-
-def url_of(listener: socket.socket, tls: ServerTls | None = None) -> str:
-    """Return the URL that clients on this machine reach it by."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"{'http' if tls is None else 'https'}://{host}:{port}"
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

@@ -9,52 +9,53 @@ first MAX_TENANTS tenants have a value of their own, all others share one.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from midfill.engine.process.aggregate import total_tenants
 from midfill.engine.process.outputs import undelivered_outputs
 from midfill.engine.request import EngineStats, TenantStats, TierStats
 from midfill.infill.document_store import Memory
+from midfill.serving.server.served_engine import ServedEngine
 
 MAX_TENANTS = 50  # a tenant's histograms are about two hundred time series
-
-
 OTHERS = "other"  # the tenants beyond
-
 
 _SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0, 160.0, 640.0,
 )  # fmt: skip
 
-
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-
-
 _MODEL, _TENANT = "model_name", "tenant"
 
 
-class EngineNumbers(Protocol):
-    """What metrics read of the engine; see EngineClient."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def tenants(self) -> Mapping[str, TenantStats]: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def queued_tokens(self) -> int: ...
+Families = Iterator[GaugeMetricFamily | CounterMetricFamily]
+T = TypeVar("T")
 
 
-class EngineReading(NamedTuple):
-    """An engine, and its numbers as of one moment."""
+def families(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    table: Mapping[str, tuple[str, Callable[[T], float]]],
+    rows: Sequence[tuple[Sequence[str], T]],
+    labels: Sequence[str] = (),
+) -> Families:
+    """Yield the metrics of a table, each with a value per row.
 
-    engine: EngineNumbers
-    stats: EngineStats
+    Args:
+        kind: gauges or counters.
+        table: by name, without ``midfill:``, what a metric means, and its value of a row.
+        rows: each with the values of ``labels``.
+        labels: their names.
+    """
+    for name, (help, value) in table.items():
+        family = kind(f"midfill:{name}", help, labels=labels)
+        for values, row in rows:
+            family.add_metric(values, float(value(row)))
+        yield family
 
 
 def _used_share(stats: EngineStats) -> float:
@@ -62,107 +63,128 @@ def _used_share(stats: EngineStats) -> float:
     return used / stats.slots_total if stats.slots_total else 0.0
 
 
-GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
+Numbers = Mapping[str, tuple[str, Callable[[EngineStats], float]]]
+
+_ENGINE_GAUGES: Mapping[str, tuple[str, Callable[[ServedEngine], float]]] = {
     "queued_tokens": (
         "Prompt tokens of requests that wait for their first token.",
-        lambda now: now.engine.queued_tokens,
+        lambda engine: engine.queued_tokens,
     ),
     "undelivered_outputs": (
         "Outputs that wait for clients to read them.",
         lambda _: undelivered_outputs(),
     ),
+}
+_ENGINE_COUNTERS: Mapping[str, tuple[str, Callable[[ServedEngine], float]]] = {
+    "engine_restarts": ("Restarts of the engine process.", lambda engine: engine.restarts),
+}
+_GAUGES: Numbers = {
     "prefix_cache_nodes": (
         "Runs of tokens that the prefix cache's trees consist of.",
-        lambda now: now.stats.cache_nodes,
+        lambda now: now.cache_nodes,
     ),
     "prefix_cache_index_bytes": (
         "Memory of the prefix cache's trees, without the KV.",
-        lambda now: now.stats.cache_index_bytes,
+        lambda now: now.cache_index_bytes,
     ),
     "num_requests_background": (
         "Prompts to compute while the engine is idle.",
-        lambda now: now.stats.background,
+        lambda now: now.background,
     ),
     "num_requests_loading": (
         "Answers whose KV is on its way to the cache.",
-        lambda now: now.stats.loading,
+        lambda now: now.loading,
     ),
     "kv_cache_usage_perc": (
         "Share of the KV slots that answers in progress use (1 is all).",
-        lambda now: _used_share(now.stats),
+        _used_share,
     ),
-    "kv_slots": ("KV slots (tokens) in total.", lambda now: now.stats.slots_total),
-    "kv_slots_free": ("Empty KV slots.", lambda now: now.stats.slots_free),
+    "kv_slots": ("KV slots (tokens) in total.", lambda now: now.slots_total),
+    "kv_slots_free": ("Empty KV slots.", lambda now: now.slots_free),
     "kv_slots_cached": (
         "KV slots of the prefix cache that no answer uses.",
-        lambda now: now.stats.slots_cached,
+        lambda now: now.slots_cached,
     ),
 }
-
-
-COUNTERS: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
-    "num_preemptions": (
-        "Answers put back into the queue.",
-        lambda now: now.stats.preemptions,
-    ),
-    "computed_tokens": (
-        "Tokens that went through the model.",
-        lambda now: now.stats.computed_tokens,
-    ),
+_COUNTERS: Numbers = {
+    "num_preemptions": ("Answers put back into the queue.", lambda now: now.preemptions),
+    "computed_tokens": ("Tokens that went through the model.", lambda now: now.computed_tokens),
     "reused_tokens": (
         "Prompt tokens whose KV was taken from elsewhere, not from a prefix.",
-        lambda now: now.stats.reused_tokens,
+        lambda now: now.reused_tokens,
     ),
     "background_tokens": (
         "Of these, tokens of prompts computed in idle time.",
-        lambda now: now.stats.background_tokens,
+        lambda now: now.background_tokens,
     ),
-    "layered_prompts": (
-        "Prompts that prefilled by layers.",
-        lambda now: now.stats.layered_prompts,
-    ),
+    "layered_prompts": ("Prompts that prefilled by layers.", lambda now: now.layered_prompts),
     "layered_fallbacks": (
         "Prompts that prefilled in chunks instead, for lack of KV slots.",
-        lambda now: now.stats.layered_fallbacks,
+        lambda now: now.layered_fallbacks,
     ),
     "listed_pairs": (
         "Products of queries and keys in prompts under sparse prefill.",
-        lambda now: now.stats.listed_pairs,
+        lambda now: now.listed_pairs,
     ),
     "causal_pairs": (
         "Products that dense attention has for the same rows.",
-        lambda now: now.stats.causal_pairs,
+        lambda now: now.causal_pairs,
     ),
-    "spec_decode_num_drafts": ("Verified drafts.", lambda now: now.stats.drafts),
-    "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda now: now.stats.draft_tokens),
+    "spec_decode_num_drafts": ("Verified drafts.", lambda now: now.drafts),
+    "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda now: now.draft_tokens),
     "spec_decode_num_accepted_tokens": (
         "Of these, accepted ones.",
-        lambda now: now.stats.accepted_tokens,
+        lambda now: now.accepted_tokens,
     ),
-    "evicted_tokens": (
-        "Tokens evicted from the prefix cache.",
-        lambda now: now.stats.evicted_tokens,
-    ),
-    "kv_exported_bytes": (
-        "KV that was sent elsewhere.",
-        lambda now: now.stats.exported_bytes,
-    ),
-    "kv_imported_bytes": (
-        "KV that came from elsewhere.",
-        lambda now: now.stats.imported_bytes,
-    ),
-    "steps": ("Forward passes.", lambda now: now.stats.steps),
-    "busy_seconds": ("Time spent in steps.", lambda now: now.stats.busy_seconds),
-    "forward_seconds": (
-        "Time spent in forward passes.",
-        lambda now: now.stats.forward_seconds,
-    ),
-    "sampling_seconds": (
-        "Time spent choosing tokens.",
-        lambda now: now.stats.sampling_seconds,
-    ),
-    "engine_restarts": ("Restarts of the engine process.", lambda now: now.engine.restarts),
+    "evicted_tokens": ("Tokens evicted from the prefix cache.", lambda now: now.evicted_tokens),
+    "kv_exported_bytes": ("KV that was sent elsewhere.", lambda now: now.exported_bytes),
+    "kv_imported_bytes": ("KV that came from elsewhere.", lambda now: now.imported_bytes),
+    "steps": ("Forward passes.", lambda now: now.steps),
+    "busy_seconds": ("Time spent in steps.", lambda now: now.busy_seconds),
+    "forward_seconds": ("Time spent in forward passes.", lambda now: now.forward_seconds),
+    "sampling_seconds": ("Time spent choosing tokens.", lambda now: now.sampling_seconds),
 }
+_TENANT_GAUGES: Mapping[str, tuple[str, Callable[[TenantStats], float]]] = {
+    "num_requests_running": ("Answers that hold KV.", lambda now: now.running),
+    "num_requests_waiting": ("Answers in the queue.", lambda now: now.waiting),
+}
+_TENANT_COUNTERS: Mapping[str, tuple[str, Callable[[TenantStats], float]]] = {
+    "prompt_tokens": ("Prompt tokens.", lambda now: now.prompt_tokens),
+    "generation_tokens": ("Generated tokens.", lambda now: now.generated_tokens),
+    "prefix_cache_queries": ("Prompt tokens looked up.", lambda now: now.prompt_tokens),
+    "prefix_cache_hits": ("Prompt tokens found in the cache.", lambda now: now.cached_tokens),
+}
+_TIER_COUNTERS: Mapping[str, tuple[str, Callable[[TierStats], float]]] = {
+    "warm_tier_stored_tokens": (
+        "Tokens whose KV was handed to the warm tier.",
+        lambda tier: tier.stored_tokens,
+    ),
+    "warm_tier_loaded_tokens": (
+        "Tokens whose KV was loaded from it.",
+        lambda tier: tier.loaded_tokens,
+    ),
+    "warm_tier_rejected_chunks": (
+        "Chunks removed since they were damaged.",
+        lambda tier: tier.rejected_chunks,
+    ),
+    "warm_tier_failed_writes": (
+        "Chunks that could not be written.",
+        lambda tier: tier.failed_writes,
+    ),
+    "warm_tier_dropped_chunks": (
+        "Chunks whose KV was evicted before it was stored.",
+        lambda tier: tier.dropped_chunks,
+    ),
+}
+
+
+class _Collected(Collector):
+    def __init__(self, collect: Callable[[], Families]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Families:
+        """Yield the metrics as of now."""
+        return self._collect()
 
 
 class Metrics:
@@ -174,15 +196,22 @@ class Metrics:
         tenants: everybody who may send requests.
     """
 
-    def __init__(self, model: str, engine: EngineNumbers, tenants: Sequence[str] = ("",)) -> None:
+    def __init__(self, model: str, engine: ServedEngine, tenants: Sequence[str] = ("",)) -> None:
         self._registry = CollectorRegistry()
         self._labels = TenantLabels(tenants)
-        self._registry.register(_EngineCollector(model, engine, self._labels))
-        self._families = _Families(self._registry)
-        self._responses = self._families.counter(
+        self.add(_EngineMetrics(model, engine, self._labels))
+        self._model = model
+        self._responses = self._counter(
             "http_requests", "Requests by the HTTP status that they ended with.", "status"
         )
-        self._model = model
+        self._finished = self._counter(
+            "request_success", "Answers by how they ended.", "finished_reason"
+        )
+        names, registry = (_MODEL, _TENANT), self._registry
+        self._histograms = {
+            name: Histogram(f"midfill:{name}", help, names, buckets=buckets, registry=registry)
+            for name, (help, buckets) in _HISTOGRAMS.items()
+        }
         # All of them from the start: a time series should begin with 0.
         self._tenants = {label: self._new_tenant(label) for label in self._labels.values}
 
@@ -198,73 +227,68 @@ class Metrics:
         label = "" if tenant is None else self._labels.of(tenant)
         self._responses.labels(self._model, label, str(status)).inc()
 
-    def add(self, collector: Collector) -> None:
-        """Render further metrics, too."""
-        self._registry.register(collector)
+    def add(self, collect: Callable[[], Families]) -> None:
+        """Render further metrics, too: what ``collect`` yields at each scrape."""
+        self._registry.register(_Collected(collect))
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _new_tenant(self, label: str) -> "TenantMetrics":
-        return TenantMetrics(self._families, self._model, label)
+        return TenantMetrics(self._histograms, self._finished, self._model, label)
+
+    def _counter(self, name: str, help: str, label: str) -> Counter:
+        names = (_MODEL, _TENANT, label)
+        return Counter(f"midfill:{name}", help, names, registry=self._registry)
+
+
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": (
+        "Time from a request's arrival to its first token in seconds.",
+        _SECONDS,
+    ),
+    "inter_token_latency_seconds": ("Time between tokens in seconds.", _SECONDS),
+    "e2e_request_latency_seconds": (
+        "Time from a request's arrival to its last token in seconds.",
+        _SECONDS,
+    ),
+    "request_queue_time_seconds": ("Time in the queue per prompt in seconds.", _SECONDS),
+    "request_prefill_time_seconds": (
+        "Time from the queue to the first token per prompt in seconds.",
+        _SECONDS,
+    ),
+    "request_decode_time_seconds": (
+        "Time from the first token to the last per prompt in seconds.",
+        _SECONDS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens per request.", _TOKENS),
+    "request_computed_prompt_tokens": (
+        "Prompt tokens per request that were not in the cache.",
+        (0, *_TOKENS),
+    ),
+    "request_generation_tokens": ("Generated tokens per request.", _TOKENS),
+}
 
 
 class TenantMetrics:
     """Counts the requests of one tenant, or of all that share a label."""
 
-    def __init__(self, families: "_Families", model: str, label: str) -> None:
-        def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
-            return families.histogram(name, help, buckets).labels(model, label)
-
-        self._first_token = histogram(
-            "time_to_first_token_seconds",
-            "Time from a request's arrival to its first token in seconds.",
-            _SECONDS,
-        )
-        self._between_tokens = histogram(
-            "inter_token_latency_seconds", "Time between tokens in seconds.", _SECONDS
-        )
-        self._whole = histogram(
-            "e2e_request_latency_seconds",
-            "Time from a request's arrival to its last token in seconds.",
-            _SECONDS,
-        )
-        self._queue = histogram(
-            "request_queue_time_seconds", "Time in the queue per prompt in seconds.", _SECONDS
-        )
-        self._prefill = histogram(
-            "request_prefill_time_seconds",
-            "Time from the queue to the first token per prompt in seconds.",
-            _SECONDS,
-        )
-        self._decode = histogram(
-            "request_decode_time_seconds",
-            "Time from the first token to the last per prompt in seconds.",
-            _SECONDS,
-        )
-        self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
-        self._computed = histogram(
-            "request_computed_prompt_tokens",
-            "Prompt tokens per request that were not in the cache.",
-            (0, *_TOKENS),
-        )
-        self._generation = histogram(
-            "request_generation_tokens", "Generated tokens per request.", _TOKENS
-        )
-        self._finished = families.counter(
-            "request_success", "Answers by how they ended.", "finished_reason"
-        )
+    def __init__(
+        self, histograms: Mapping[str, Histogram], finished: Counter, model: str, label: str
+    ) -> None:
+        self._of = {name: each.labels(model, label) for name, each in histograms.items()}
+        self._finished = finished
         self._label_values = (model, label)
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""
-        self._first_token.observe(seconds)
+        self._of["time_to_first_token_seconds"].observe(seconds)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         """Record that ``tokens`` tokens of an answer arrived ``seconds`` after the ones before."""
         for _ in range(tokens):
-            self._between_tokens.observe(seconds / tokens)
+            self._of["inter_token_latency_seconds"].observe(seconds / tokens)
 
     def answer_finished(self, reason: str) -> None:
         """Count an answer that is complete, or that was aborted ("abort")."""
@@ -272,16 +296,16 @@ class TenantMetrics:
 
     def request_finished(self, seconds: float, prompt: int, cached: int, generated: int) -> None:
         """Record a complete request: its duration and numbers of tokens."""
-        self._whole.observe(seconds)
-        self._prompt.observe(prompt)
-        self._computed.observe(prompt - cached)
-        self._generation.observe(generated)
+        self._of["e2e_request_latency_seconds"].observe(seconds)
+        self._of["request_prompt_tokens"].observe(prompt)
+        self._of["request_computed_prompt_tokens"].observe(prompt - cached)
+        self._of["request_generation_tokens"].observe(generated)
 
     def stages_finished(self, queue: float, prefill: float, decode: float) -> None:
         """Record how many seconds a complete prompt was in each stage."""
-        self._queue.observe(queue)
-        self._prefill.observe(prefill)
-        self._decode.observe(decode)
+        self._of["request_queue_time_seconds"].observe(queue)
+        self._of["request_prefill_time_seconds"].observe(prefill)
+        self._of["request_decode_time_seconds"].observe(decode)
 
 
 class TenantLabels:
@@ -306,151 +330,71 @@ class TenantLabels:
         return (*sorted(self._named), *others)
 
 
-class _Families:
-    """Metrics by name, each created once, with labels for model and tenant."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._histograms: dict[str, Histogram] = {}
-        self._counters: dict[str, Counter] = {}
-
-    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        """Return a histogram."""
-        if name not in self._histograms:
-            self._histograms[name] = Histogram(
-                f"midfill:{name}", help, [_MODEL, _TENANT], buckets=buckets, registry=self._registry
-            )
-        return self._histograms[name]
-
-    def counter(self, name: str, help: str, label: str) -> Counter:
-        """Return a counter with a label more."""
-        if name not in self._counters:
-            self._counters[name] = Counter(
-                f"midfill:{name}", help, [_MODEL, _TENANT, label], registry=self._registry
-            )
-        return self._counters[name]
-
-
-class _EngineCollector(Collector):
+class _EngineMetrics:
     """The engine's gauges and counters. All counters but its restarts start again with it."""
 
-    def __init__(self, model: str, engine: EngineNumbers, labels: TenantLabels) -> None:
+    def __init__(self, model: str, engine: ServedEngine, labels: TenantLabels) -> None:
         self._model = model
         self._engine = engine
         self._labels = labels
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def __call__(self) -> Families:
         """Yield the metrics as of now."""
-        yield from self._of_tenants()
-        yield from self._of_engine()
-        if (tier := self._engine.stats.warm_tier) is not None:
-            yield from self._of_warm_tier(tier)
+        stats, labels = self._engine.stats, (_MODEL,)
+        tenants = [((self._model, label), sums) for label, sums in self._by_label(stats).items()]
+        yield from families(GaugeMetricFamily, _TENANT_GAUGES, tenants, (_MODEL, _TENANT))
+        yield from families(CounterMetricFamily, _TENANT_COUNTERS, tenants, (_MODEL, _TENANT))
+        engine = [((self._model,), self._engine)]
+        yield from families(GaugeMetricFamily, _ENGINE_GAUGES, engine, labels)
+        yield from families(CounterMetricFamily, _ENGINE_COUNTERS, engine, labels)
+        now = [((self._model,), stats)]
+        yield from families(GaugeMetricFamily, _GAUGES, now, labels)
+        yield from families(CounterMetricFamily, _COUNTERS, now, labels)
+        if (tier := stats.warm_tier) is not None:
+            rows = [((self._model,), tier)]
+            yield from families(CounterMetricFamily, _TIER_COUNTERS, rows, labels)
+            yield from self._of_folders(tier)
 
-    def _of_warm_tier(self, tier: TierStats) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        by_folder = {
-            "bytes": (GaugeMetricFamily, "KV in the warm tier.", tier.used_bytes),
-            "capacity_bytes": (GaugeMetricFamily, "Its size.", tier.capacity_bytes),
-            "loaded_chunks": (CounterMetricFamily, "Chunks of KV read.", tier.loaded_chunks),
-            "evicted_chunks": (
+    def _of_folders(self, tier: TierStats) -> Families:
+        folders = (_MODEL, "folder")
+        for kind, name, help, values in (
+            (GaugeMetricFamily, "bytes", "KV in the warm tier.", tier.used_bytes),
+            (GaugeMetricFamily, "capacity_bytes", "Its size.", tier.capacity_bytes),
+            (CounterMetricFamily, "loaded_chunks", "Chunks of KV read.", tier.loaded_chunks),
+            (
                 CounterMetricFamily,
+                "evicted_chunks",
                 "Chunks removed to make room.",
                 tier.evicted_chunks,
             ),
-        }
-        for name, (kind, help, values) in by_folder.items():
-            family = kind(f"midfill:warm_tier_{name}", help, labels=[_MODEL, "folder"])
-            for folder, value in values.items():
-                family.add_metric([self._model, folder], value)
-            yield family
-        counters = {
-            "stored_tokens": ("Tokens whose KV was handed to the warm tier.", tier.stored_tokens),
-            "loaded_tokens": ("Tokens whose KV was loaded from it.", tier.loaded_tokens),
-            "rejected_chunks": ("Chunks removed since they were damaged.", tier.rejected_chunks),
-            "failed_writes": ("Chunks that could not be written.", tier.failed_writes),
-            "dropped_chunks": (
-                "Chunks whose KV was evicted before it was stored.",
-                tier.dropped_chunks,
-            ),
-        }
-        for name, (help, value) in counters.items():
-            counter = CounterMetricFamily(f"midfill:warm_tier_{name}", help, labels=[_MODEL])
-            counter.add_metric([self._model], value)
-            yield counter
+        ):
+            rows = [((self._model, folder), value) for folder, value in values.items()]
+            yield from families(kind, {f"warm_tier_{name}": (help, float)}, rows, folders)
 
-    def _of_tenants(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        tenants = self._by_label()
-
-        def values(name: str) -> dict[str, int]:
-            return {
-                label: sum(getattr(stats, name) for stats in each)
-                for label, each in tenants.items()
-            }
-
-        gauges = {
-            "num_requests_running": ("Answers that hold KV.", values("running")),
-            "num_requests_waiting": ("Answers in the queue.", values("waiting")),
-        }
-        prompt_tokens = values("prompt_tokens")
-        counters = {
-            "prompt_tokens": ("Prompt tokens.", prompt_tokens),
-            "generation_tokens": ("Generated tokens.", values("generated_tokens")),
-            "prefix_cache_queries": ("Prompt tokens looked up.", prompt_tokens),
-            "prefix_cache_hits": ("Prompt tokens found in the cache.", values("cached_tokens")),
-        }
-        for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (help, by_label) in families.items():
-                family = kind(f"midfill:{name}", help, labels=[_MODEL, _TENANT])
-                for label, value in by_label.items():
-                    family.add_metric([self._model, label], value)
-                yield family
-
-    def _by_label(self) -> dict[str, list[TenantStats]]:
-        """Return the numbers of the tenants that share each label."""
-        found: dict[str, list[TenantStats]] = {label: [] for label in self._labels.values}
+    def _by_label(self, stats: EngineStats) -> dict[str, TenantStats]:
+        """Return the sums over the tenants that share each label."""
         if self._labels.is_single:  # one tenant's numbers are the engine's, which are the newest
-            stats = self._engine.stats
-            (only,) = found.values()
-            fields = TenantStats.__struct_fields__
-            only.append(TenantStats(**{name: getattr(stats, name) for name in fields}))
-            return found
-        for tenant, tenant_stats in self._engine.tenants.items():
-            found.setdefault(self._labels.of(tenant), []).append(tenant_stats)
-        return found
-
-    def _of_engine(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        now = EngineReading(self._engine, self._engine.stats)
-        for kind, families in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, (help, value) in families.items():
-                family = kind(f"midfill:{name}", help, labels=[_MODEL])
-                family.add_metric([self._model], float(value(now)))
-                yield family
+            (label,) = self._labels.values
+            names = TenantStats.__struct_fields__
+            return {label: TenantStats(**{name: getattr(stats, name) for name in names})}
+        none = {label: TenantStats() for label in self._labels.values}
+        tenants = self._engine.tenants.items()
+        return total_tenants([none, *({self._labels.of(name): each} for name, each in tenants)])
 
 
-class MemoryCollector(Collector):
-    """Renders what is remembered.
+_MEMORY: Mapping[str, tuple[str, Callable[[Memory], float]]] = {
+    "remembered_bytes": (
+        "Memory of what is remembered from request to request.",
+        lambda memory: memory.held_bytes,
+    ),
+    "remembered_bytes_max": ("What that memory may become.", lambda memory: memory.max_bytes),
+}
 
-    Args:
-        memory: returns it by kind.
-    """
 
-    def __init__(self, memory: Callable[[], Mapping[str, Memory]]) -> None:
-        self._memory = memory
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics as of now."""
-        held = GaugeMetricFamily(
-            "midfill:remembered_bytes",
-            "Memory of what is remembered from request to request.",
-            labels=["kind"],
-        )
-        bound = GaugeMetricFamily(
-            "midfill:remembered_bytes_max", "What that memory may become.", labels=["kind"]
-        )
-        for kind, memory in self._memory().items():
-            held.add_metric([kind], memory.held_bytes)
-            bound.add_metric([kind], memory.max_bytes)
-        yield held
-        yield bound
+def memory_metrics(memory: Callable[[], Mapping[str, Memory]]) -> Families:
+    """Yield how much is remembered as of now; ``memory`` returns it by kind."""
+    rows = [((kind,), each) for kind, each in memory().items()]
+    yield from families(GaugeMetricFamily, _MEMORY, rows, ("kind",))
 
 
 @dataclass
@@ -469,27 +413,11 @@ class ConnectionCounts:
     evicted: int = 0
     timed_out: int = 0
 
-
-class ConnectionCollector(Collector):
-    """Renders the counts of a server's connections.
-
-    Args:
-        counts: the counts.
-    """
-
-    def __init__(self, counts: ConnectionCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yield the metrics as of now."""
-        counts = self._counts
-        yield GaugeMetricFamily("midfill:connections", "Open connections.", value=counts.open)
-        family = CounterMetricFamily(
-            "midfill:connections_closed",
-            "Connections that the server closed or refused to keep its bounds.",
-            labels=["reason"],
-        )
-        family.add_metric(["too_many"], counts.refused)
-        family.add_metric(["idle"], counts.evicted)
-        family.add_metric(["timeout"], counts.timed_out)
-        yield family
+    def metrics(self) -> Families:
+        """Yield the counts as of now."""
+        yield GaugeMetricFamily("midfill:connections", "Open connections.", value=self.open)
+        help = "Connections that the server closed or refused to keep its bounds."
+        reasons = {"too_many": self.refused, "idle": self.evicted, "timeout": self.timed_out}
+        rows = [((reason,), count) for reason, count in reasons.items()]
+        closed = {"connections_closed": (help, float)}
+        yield from families(CounterMetricFamily, closed, rows, ("reason",))

@@ -11,9 +11,9 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,35 +26,16 @@ from midfill.serving.server.responses import CLIENT_GONE, ApiError, ErrorBody, e
 from midfill.serving.server.service import ModelService
 from midfill.system.logs import log_context
 
+if TYPE_CHECKING:  # needs an extra
+    from midfill.serving.server.tracing import RequestTraces
+
 _log = logging.getLogger("midfill.access")
-
-
 _HEADER = b"x-request-id"
-
-
 _SANE = re.compile(rb"[!-~]{1,128}")
-
-
 _MAX_PATH = 200  # characters of an unknown path
-
 
 # Asked for every few seconds, by monitoring and pages: no news while they answer.
 _ROUTINE = re.compile("/(health|livez|readyz|metrics|dashboard|pages/.*)?")
-
-
-class Traces(Protocol):
-    """Where requests' traces go; see ``tracing.RequestTraces``."""
-
-    def record(
-        self,
-        record: RequestRecord,
-        headers: Iterable[tuple[bytes, bytes]],
-        status: int,
-        finish_reasons: Sequence[str],
-        now: float,
-    ) -> str | None:
-        """Send a finished request's trace; return its id."""
-        ...
 
 
 class RequestLog:
@@ -71,7 +52,7 @@ class RequestLog:
         self,
         app: ASGIApp,
         metrics: Metrics,
-        traces: Traces | None = None,
+        traces: "RequestTraces | None" = None,
         *,
         redact: bool = False,
     ) -> None:

@@ -25,17 +25,9 @@ from midfill.serving.server.metrics import TenantMetrics
 from midfill.serving.server.served_engine import ServedEngine
 
 MAX_ANSWERS_PER_REQUEST = 1024
-
-
 HOLE_TEMPERATURE = 0.2  # of an infill request that names none; Codestral's
-
-
 _HOLE_MAX_TOKENS, _HOLE_SOFT_MAX_TOKENS = 128, 96
-
-
 _OWN = b"x-request-timeout"
-
-
 _LIBRARIES = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 
 
@@ -370,24 +362,18 @@ class Superseding:
     """
 
     def __init__(self) -> None:
-        self._groups: WeakValueDictionary[tuple[str, str], _Group] = WeakValueDictionary()
+        # Of each document, whose requests keep what they are in.
+        self._groups: WeakValueDictionary[tuple[str, str], WeakSet[Generation]]
+        self._groups = WeakValueDictionary()
 
     def enter(self, generation: Generation, tenant: str, document: str) -> None:
         """End the older requests of a document whose text differs, and remember this one."""
-        group = self._groups.get((tenant, document)) or _Group()
-        self._groups[tenant, document] = group
-        for older in tuple(group.generations):
+        group = self._groups.setdefault((tenant, document), WeakSet())
+        for older in tuple(group):
             if older.texts != generation.texts:
                 older.supersede()
-        group.generations.add(generation)
+        group.add(generation)
         generation.group = group
-
-
-class _Group:
-    """The requests of one document; each of them keeps it alive."""
-
-    def __init__(self) -> None:
-        self.generations: WeakSet[Generation] = WeakSet()
 
 
 def client_timeout(headers: Iterable[tuple[bytes, bytes]]) -> float | None:

@@ -180,7 +180,8 @@ class StreamedResponse(Response):
         error_body: the dialect's shape of errors.
     """
 
-    end = b""
+    before, after, end = b"", b"\n", b""
+    """What stands before and after each piece, and at the end."""
 
     def __init__(
         self, events: AsyncGenerator[object, None], error_body: ErrorBody = openai_error_body
@@ -189,10 +190,6 @@ class StreamedResponse(Response):
         del self.headers["content-length"]
         self._events = events
         self._error_body = error_body
-
-    def frame(self, data: bytes) -> bytes:
-        """Return a piece as it is sent."""
-        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
@@ -209,7 +206,7 @@ class StreamedResponse(Response):
         await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
     async def _send(self, send: Send, event: object) -> None:
-        data = self.frame(msgspec.json.encode(event))
+        data = self.before + msgspec.json.encode(event) + self.after
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
@@ -217,10 +214,7 @@ class ServerSentEvents(StreamedResponse):
     """Server-sent events."""
 
     media_type = "text/event-stream"
-
-    def frame(self, data: bytes) -> bytes:
-        """Return the event that holds ``data``."""
-        return b"data: " + data + b"\n\n"
+    before, after = b"data: ", b"\n\n"
 
 
 class EventStream(ServerSentEvents):
@@ -233,7 +227,3 @@ class JsonLines(StreamedResponse):
     """JSON values, each on a line of its own (NDJSON)."""
 
     media_type = "application/x-ndjson"
-
-    def frame(self, data: bytes) -> bytes:
-        """Return the line that holds ``data``."""
-        return data + b"\n"

@@ -3,17 +3,13 @@
 import asyncio
 import contextlib
 import hashlib
-import signal
-import socket
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
 from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from midfill.config import FimTokens, ModelOptions
 from midfill.engine.disaggregated.client import DisaggregatedClient
@@ -27,27 +23,16 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions
 from midfill.serving.server.app import create_app
-from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.key_file import key_digest
 from midfill.serving.server.kv_routes import kv_routes
 from midfill.serving.server.limits import RateLimits
-from midfill.serving.server.listening import (
-    ServerTls,
-    answer_until_stopped,
-    bind,
-    cancel_on_termination,
-    open_traces,
-    own_hosts,
-    url_of,
-    warn_if_open,
-)
-from midfill.serving.server.middleware import Traces
+from midfill.serving.server.listening import Listener, answer_until_stopped, listen
+from midfill.serving.server.metrics import Families, families
 from midfill.serving.server.served_engine import ServedEngine
 from midfill.serving.server.service import ModelService
 from midfill.system.progress import Progress
 
 _WORKER_LABELS = ("role", "worker")
-
 
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "worker_up": ("Whether it takes requests.", lambda each: each.state == "ready"),
@@ -61,7 +46,6 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     ),
 }
 
-
 _WORKER_COUNTERS: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "worker_steps": ("Its forward passes.", lambda each: each.stats.steps),
     "worker_busy_seconds": ("Time it spent in steps.", lambda each: each.stats.busy_seconds),
@@ -69,13 +53,9 @@ _WORKER_COUNTERS: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
         "Tokens that went through its model.",
         lambda each: each.stats.computed_tokens,
     ),
-    "worker_generated_tokens": (
-        "Tokens that it generated.",
-        lambda each: each.stats.generated_tokens,
-    ),
+    "worker_generated_tokens": ("Tokens that it generated.", lambda w: w.stats.generated_tokens),
     "worker_restarts": ("How often it was restarted.", lambda each: each.restarts),
 }
-
 
 _TRANSFER_COUNTERS: dict[str, tuple[str, Callable[[DisaggregatedClient], float]]] = {
     "kv_transferred_bytes": (
@@ -108,17 +88,7 @@ def run_server(
         MidfillError: the address can't be used, the model can't be loaded, or libraries that the
             options need are not installed.
     """
-    keys = KeyRing(options.api_keys, options.api_key_file)
-    tls = None if options.tls is None else ServerTls(options.tls)
-    with (
-        bind(options.host, options.port) as listener,
-        open_traces(options.otlp_traces_endpoint) as traces,
-    ):
-        warn_if_open(listener, options.host, keys, tls)
-        try:
-            asyncio.run(_serve(options, path, keys, tls, listener, traces, on_progress, on_ready))
-        except asyncio.CancelledError:
-            sys.exit(128 + signal.SIGTERM)
+    listen(options, partial(_serve, options, path, on_progress, on_ready))
 
 
 @contextlib.asynccontextmanager
@@ -153,7 +123,7 @@ async def open_service(
         )
         service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
         if isinstance(engine, DisaggregatedClient):
-            service.metrics.add(WorkerCollector(engine))
+            service.metrics.add(partial(worker_metrics, engine))
         try:
             yield service
         finally:
@@ -222,7 +192,7 @@ async def assemble_service(
         prompts,
         options.max_body_bytes,
         aliases=options.aliases,
-        methods=AllowedMethods(run.allow_methods, run.method),
+        check_method=AllowedMethods(run.allow_methods, run.method).check,
         idle_prefill=options.idle_prefill,
         stream_interval=options.stream_interval,
         completion_timeout=options.completion_timeout,
@@ -234,37 +204,26 @@ async def assemble_service(
 async def _serve(
     options: ServeOptions,
     path: Path,
-    keys: KeyRing,
-    tls: ServerTls | None,
-    listener: socket.socket,
-    traces: Traces | None,
     on_progress: Progress | None,
     on_ready: Callable[[str, EngineInfo, ModelService], None] | None,
+    listener: Listener,
 ) -> None:
-    # So that SIGTERM while loading also ends the engine.
-    cancel_on_termination()
-    limits = RateLimits(keys.limits_of)
+    keys, limits = listener.keys, RateLimits(listener.keys.limits_of)
     async with open_service(options, path, on_progress, keys.tenants, limits) as service:
 
         def listening() -> None:
             if on_ready is not None and service.engine.info is not None:
-                on_ready(url_of(listener, tls), service.engine.info, service)
+                on_ready(listener.url, service.engine.info, service)
 
         app = create_app(
             service,
             keys,
-            traces,
+            listener.traces,
             redact=options.logs.redact,
-            own_hosts=own_hosts(listener, options.host, keys, options.allowed_hosts),
+            own_hosts=listener.own_hosts,
             kv=_kv_routes(options, service),
         )
-
-        def reload() -> None:
-            keys.reload()
-            if tls is not None:
-                tls.reload()
-
-        await answer_until_stopped(app, listener, service, listening, reload, options.listen, tls)
+        await answer_until_stopped(app, listener, service, listening, options=options.listen)
 
 
 def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None:
@@ -298,26 +257,9 @@ def _short_name(model: str) -> str:
     return path.stem if path.is_file() else path.name
 
 
-class WorkerCollector(Collector):
-    """Gauges and counters of the workers.
-
-    Args:
-        engine: all of them.
-    """
-
-    def __init__(self, engine: DisaggregatedClient) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yield the metrics as of now."""
-        for kind, families in (
-            (GaugeMetricFamily, _WORKER_GAUGES),
-            (CounterMetricFamily, _WORKER_COUNTERS),
-        ):
-            for name, (help, value) in families.items():
-                family = kind(f"midfill:{name}", help, labels=_WORKER_LABELS)
-                for role, number, engine in self._engine.workers:
-                    family.add_metric([role, str(number)], float(value(engine)))
-                yield family
-        for name, (help, total) in _TRANSFER_COUNTERS.items():
-            yield CounterMetricFamily(f"midfill:{name}", help, value=float(total(self._engine)))
+def worker_metrics(engine: DisaggregatedClient) -> Families:
+    """Yield gauges and counters of the workers, and of what they hand over, as of now."""
+    rows = [((role, str(number)), client) for role, number, client in engine.workers]
+    yield from families(GaugeMetricFamily, _WORKER_GAUGES, rows, _WORKER_LABELS)
+    yield from families(CounterMetricFamily, _WORKER_COUNTERS, rows, _WORKER_LABELS)
+    yield from families(CounterMetricFamily, _TRANSFER_COUNTERS, [((), engine)])

@@ -64,21 +64,10 @@ class ServedEngine(Protocol):
         ...
 
 
-class MethodChoice(Protocol):
-    """See ``methods.shelf.AllowedMethods``."""
+def refuse_methods(specification: str) -> None:
+    """Refuse a method where there are none at all.
 
-    def check(self, specification: str) -> None:
-        """Check what a request names.
-
-        Raises:
-            InvalidRequestError: there is no such method, or requests may not use it.
-        """
-        ...
-
-
-class NoMethods:
-    """The choice where there is no method at all."""
-
-    def check(self, specification: str) -> None:
-        """Refuse every method."""
-        raise InvalidRequestError("methods are the engine's; there are none here", param="method")
+    Raises:
+        InvalidRequestError: always.
+    """
+    raise InvalidRequestError("methods are the engine's; there are none here", param="method")

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -40,7 +41,7 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.server.limits import RateLimits
-from midfill.serving.server.metrics import MemoryCollector, Metrics
+from midfill.serving.server.metrics import Metrics, memory_metrics
 from midfill.serving.server.request import (
     Generation,
     RequestRecord,
@@ -48,14 +49,10 @@ from midfill.serving.server.request import (
     current_request,
 )
 from midfill.serving.server.responses import ApiError
-from midfill.serving.server.served_engine import MethodChoice, NoMethods, ServedEngine
+from midfill.serving.server.served_engine import ServedEngine, refuse_methods
 
 _log = logging.getLogger(__name__)
-
-
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
 
 
@@ -224,7 +221,7 @@ class ModelService:
         tokenizer: the model's tokenizer.
         metrics: the server's metrics.
         max_body_bytes: maximum size of a request body.
-        methods: the methods of KV compression that requests may choose.
+        check_method: raises InvalidRequestError for a method that requests may not choose.
         limits: what tenants may use.
     """
 
@@ -237,7 +234,7 @@ class ModelService:
         max_body_bytes: int,
         *,
         aliases: Sequence[str] = (),
-        methods: MethodChoice | None = None,
+        check_method: Callable[[str], None] = refuse_methods,
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
         tenants: Sequence[str] = ("",),
@@ -249,7 +246,8 @@ class ModelService:
         """Serve ``engine``.
 
         Args:
-            name, engine, tokenizer, max_body_bytes, aliases, methods, limits: see the attributes.
+            name, engine, tokenizer, max_body_bytes, aliases, check_method, limits: see the
+                attributes.
             prompts: the encoder of the model's prompts.
             idle_prefill: compute expected prompts while the engine is idle, also where no client
                 asks for it.
@@ -267,10 +265,10 @@ class ModelService:
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
-        self.methods = methods or NoMethods()
+        self.check_method = check_method
         self.limits = limits or RateLimits()
         self.metrics = Metrics(name, engine, tenants)
-        self.metrics.add(MemoryCollector(prompts.memory))
+        self.metrics.add(partial(memory_metrics, prompts.memory))
         self._prompts = prompts
         self._context = prompts.context if context is None else context
         self._encoding = EncodingThread(prompts, encodes_at_once)

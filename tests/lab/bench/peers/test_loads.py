@@ -12,25 +12,10 @@ from midfill.lab.bench.documents import Prompts
 from midfill.lab.bench.peers.loads import (
     ALL_LAYOUTS,
     LAID_OUT,
-    keystroke_fields,
     loads_for,
     rate_together,
 )
 from midfill.lab.bench.peers.servers import ComparedModel
-
-
-def test_the_three_ways_to_ask_after_typing() -> None:
-    def prompt(layout: str) -> str:
-        return keystroke_fields(layout, "head", "rest", "suffix", ("P", "S", "M"))["prompt"]
-
-    assert prompt("fim") == "PheadrestSsuffixM"
-    assert prompt("efim") == "PheadSsuffixMrest"
-    native = keystroke_fields("native", "head", "rest", "suffix", None)
-    assert native == {
-        "prompt": "headrest",
-        "suffix": "suffix",
-        "midfill": {"window": "as-sent"},
-    }
 
 
 def test_only_the_loads_that_are_asked_for(folder_model: ComparedModel) -> None:

@@ -14,10 +14,8 @@ from midfill.lab.bench.documents import Prompts
 from midfill.lab.bench.peers.llama_cpp import launch_llama_cpp
 from midfill.lab.bench.peers.loads import LAID_OUT, loads_for
 from midfill.lab.bench.peers.measure import (
-    SERVERS,
     Programs,
     compare_peers,
-    parse_names,
     reason_to_skip,
 )
 from midfill.lab.bench.peers.results import PeersOptions, PeersReport, ServerResult, figure
@@ -236,12 +234,6 @@ def run_llama_cpp(gguf_model: ComparedModel, path: Path, options: PeersOptions) 
     options = msgspec.structs.replace(options, servers=("llama.cpp",), llama_formats=("stored",))
     (server,) = compare_peers(gguf_model, options, Programs(llama_server=path)).servers
     return server
-
-
-def test_names_on_the_command_line() -> None:
-    assert parse_names("vllm, midfill", SERVERS, "--only") == ("midfill", "vllm")
-    with pytest.raises(MidfillError, match="--only names ollama; there are midfill"):
-        parse_names("midfill,ollama", SERVERS, "--only")
 
 
 def test_loads_that_would_take_too_long_are_left_out(folder_model: ComparedModel) -> None:

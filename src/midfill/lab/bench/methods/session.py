@@ -19,7 +19,6 @@ from midfill.infill.request import InfillRequest
 from midfill.methods.method import Method
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
-from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 
@@ -184,29 +183,6 @@ class MethodSession:
             decode_seconds=(arrivals[-1] - arrivals[0]) / (len(arrivals) - 1),
             cached_tokens=cached,
         )
-
-    @property
-    def key_pairs(self) -> KeyPairs:
-        """What methods of sparse prefill have computed."""
-        return self._engine.key_pairs
-
-    def find_method(self, specification: str) -> Method | None:
-        """Return a method as requests name it."""
-        return self._engine.find_method(specification)
-
-    def prefill_seconds(self, tokens: Sequence[int], method: str) -> float:
-        """Return the processor time up to a prompt's first token, nothing of it cached.
-
-        Args:
-            tokens: the prompt.
-            method: its specification.
-        """
-        sampling = EngineSamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        tenant = f"cold {next(self._numbers)}"
-        self._engine.add(self._request(tokens, method, sampling, tenant=tenant))
-        started = time.process_time()
-        self._run()
-        return time.process_time() - started
 
     def infill_prompt(self, prefix: str, suffix: str, name: str) -> Prompt:
         """Return the prompt that the model is shown for a hole; ``name`` is the document's own."""

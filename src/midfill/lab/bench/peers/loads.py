@@ -33,7 +33,7 @@ from midfill.lab.bench.peers.results import (
     PeersOptions,
     figure,
 )
-from midfill.lab.bench.rounds import LAYOUTS, Layout, RoundsOptions, measure_rounds
+from midfill.lab.bench.rounds import LAYOUTS, Layout, RoundsOptions, layout_fields, measure_rounds
 
 LAID_OUT = ("fim", "efim", "psm")
 """Layouts that a client makes with the model's FIM tokens, for any server."""
@@ -118,7 +118,7 @@ async def warm_up(subject: Subject, prompts: Prompts) -> int:
     length, tokens = _WARM_UP
     for _ in range(2):
         await subject.ask(prompt=prompts.random_tokens(length), max_tokens=tokens)
-    asked = keystroke_fields("fim", _TEXT, "", _TEXT, subject.client.sentinels)
+    asked = layout_fields("fim", _TEXT, "", _TEXT, subject.client.sentinels)
     answer = await subject.ask(**asked, max_tokens=1)
     return answer.prompt_tokens - prompts.count(asked["prompt"])
 
@@ -262,28 +262,9 @@ async def _type(
     answers = []
     for stroke in range(strokes + 1):
         rest = typed[: stroke * CHARACTERS]
-        asked = keystroke_fields(layout, head, rest, suffix, subject.client.sentinels)
+        asked = layout_fields(layout, head, rest, suffix, subject.client.sentinels)
         answers.append(await subject.ask(**asked, max_tokens=1 + FURTHER))
     return answers[1:]
-
-
-def keystroke_fields(
-    layout: str, head: str, rest: str, suffix: str, sentinels: tuple[str, str, str] | None
-) -> dict[str, Any]:
-    """Return the fields of a request that hold the text around the caret.
-
-    Args:
-        head: the prefix before typing.
-        rest: what was typed after it.
-    """
-    if layout == "native":
-        # All layouts show the model the same text: no window of midfill's own.
-        return {"prompt": head + rest, "suffix": suffix, "midfill": {"window": "as-sent"}}
-    assert sentinels is not None
-    pre, suf, mid = sentinels
-    before, after = (head, rest) if layout == "efim" else (head + rest, "")
-    prompt = f"{pre}{before}{suf}{suffix}{mid}{after}"
-    return {"prompt": prompt, "midfill": {"layout": "verbatim"}}
 
 
 def _rounds(options: PeersOptions, prompts: Prompts, layouts: Sequence[str], users: int) -> Load:

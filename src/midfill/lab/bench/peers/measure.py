@@ -226,20 +226,6 @@ class Programs:
     vllm_python: Path | None = None
 
 
-def parse_names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
-    """Return the names that a list separated by commas holds, in the order of ``known``.
-
-    Raises:
-        MidfillError: an unknown name, or none.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        what = ", ".join(unknown) or "nothing"
-        raise MidfillError(f"{option} names {what}; there are {', '.join(known)}")
-    return tuple(name for name in known if name in names)
-
-
 def compare_peers(
     model: ComparedModel,
     options: PeersOptions,

@@ -25,8 +25,6 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _CONVERT_SECONDS = 1200
 _FIND = "import importlib.metadata as m; print(m.version('vllm'))"
 _CONVERTER = Path(__file__).with_name("convert.py")
-
-
 DTYPES = tuple(_BYTES)
 
 

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import AnswerDelta, Candidate, TokenLogprob
+from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer, Usage, whole_answers
 from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import MAX_LOGPROBS, PostProcessing, SamplingParams, check_sampling
@@ -27,7 +27,7 @@ from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai import floor_logprob
+from midfill.serving.server.dialects.openai import logprob_object
 from midfill.serving.server.request import (
     Generation,
     Timings,
@@ -38,37 +38,27 @@ from midfill.serving.server.responses import ApiError, ServerSentEvents, error_m
 from midfill.serving.server.service import ModelService
 
 _MAX_SNIPPETS = 256  # the last ones count
-
-
 _INFILL_NAMES = {"prompt": "input_prefix", "suffix": "input_suffix", "context": "input_extra"}
-
-
 _SAMPLERS = ("top_k", "typ_p", "top_p", "min_p", "temperature")
-
 
 _SHORT_SAMPLERS = {
     "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p", "t": "temperature", "i": "infill",
 }  # fmt: skip
 
-
 _TYPICAL_NAMES = ("typ_p", "typical_p", "typical", "typ")
-
 
 # llama.cpp's sampler "infill" drops tokens below this probability, and the most likely one of the
 # others is nearly always the answer's. One answer gets it always, and several differ.
 _INFILL_MIN_P = 0.2
 
-
 _FIELD_NAMES = {
     "max_tokens": "n_predict", "n": "n_cmpl", "logprobs": "n_probs", "min_indent": "n_indent",
 }  # fmt: skip
-
 
 _ERROR_TYPES = {
     401: "authentication_error", 404: "not_found_error", 429: "unavailable_error",
     500: "server_error", 501: "not_supported_error", 503: "unavailable_error",
 }  # fmt: skip
-
 
 _SLOT = 0  # midfill has no slots for clients to choose from
 
@@ -412,7 +402,7 @@ class Results:
         }
         if self._sampling.logprobs is not None:
             result["completion_probabilities"] = [
-                _probabilities(report) for report in answer.logprobs
+                logprob_object(report, ids=True) for report in answer.logprobs
             ]
         return result
 
@@ -463,22 +453,6 @@ def _timings(usage: Usage, generated: int, timings: Timings) -> dict[str, float]
 
 def _ratio(amount: float, number: float) -> float:
     return amount / number if number else 0.0
-
-
-def _probabilities(report: TokenLogprob) -> dict[str, Any]:
-    return {
-        **_candidate(report.chosen),
-        "top_logprobs": [_candidate(other) for other in report.top],
-    }
-
-
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "id": candidate.token_id,
-        "token": candidate.text,
-        "bytes": list(candidate.bytes),
-        "logprob": floor_logprob(candidate.logprob),
-    }
 
 
 def _select(result: Mapping[str, Any], paths: Sequence[str]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import AnswerDelta, Candidate, TokenLogprob
+from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer, Usage
 from midfill.frontend.prompt import PromptSource
 from midfill.frontend.sampling import SamplingParams, check_sampling
@@ -26,20 +26,15 @@ from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai import floor_logprob
+from midfill.serving.server.dialects.openai import logprob_object
 from midfill.serving.server.request import Generation, Timings, limited_to_a_hole
 from midfill.serving.server.responses import ApiError, JsonLines, error_message
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
 _LATEST = ":latest"  # the tag that a name without one has
-
-
 _NANOSECONDS = 1e9
-
-
 _NAMES = {"max_tokens": "options.num_predict", "logprobs": "top_logprobs"}
-
 
 # Of the API that is spoken here; clients refuse to talk to versions that are too old for them.
 _API_VERSION = "0.13.0"
@@ -288,22 +283,6 @@ def metrics(usage: Usage, timings: Timings) -> dict[str, int]:
         "prompt_eval_duration": int(timings.prompt * _NANOSECONDS),
         "eval_count": usage.completion_tokens,
         "eval_duration": int(timings.generation * _NANOSECONDS),
-    }
-
-
-def logprob_object(report: TokenLogprob) -> dict[str, Any]:
-    """Return a token's log probability with those of the likeliest tokens."""
-    return {
-        **_candidate(report.chosen),
-        "top_logprobs": [_candidate(other) for other in report.top],
-    }
-
-
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "token": candidate.text,
-        "logprob": floor_logprob(candidate.logprob),
-        "bytes": list(candidate.bytes),
     }
 
 

@@ -18,7 +18,7 @@ from midfill.frontend.answer import Candidate, TokenLogprob
 from midfill.frontend.generation import Usage
 from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import SamplingParams, check_sampling
-from midfill.serving.server.bodies import body_reference, read_json
+from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.request import Generation
 from midfill.serving.server.responses import EventStream
@@ -137,6 +137,25 @@ def floor_logprob(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
+def logprob_object(report: TokenLogprob, *, ids: bool = False) -> dict[str, Any]:
+    """Return a token's log probability, with those of the likeliest tokens, as chats have it.
+
+    Args:
+        report: of the token.
+        ids: whether each token's id stands with it, as in llama.cpp.
+    """
+
+    def of(candidate: Candidate) -> dict[str, Any]:
+        return {
+            **({"id": candidate.token_id} if ids else {}),
+            "token": candidate.text,
+            "bytes": list(candidate.bytes),
+            "logprob": floor_logprob(candidate.logprob),
+        }
+
+    return {**of(report.chosen), "top_logprobs": [of(other) for other in report.top]}
+
+
 class TextPart(msgspec.Struct, kw_only=True):
     """A part of a message's content; this server accepts text only."""
 
@@ -191,11 +210,10 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         messages = [message.fields() for message in body.messages]
         prompts = await service.encode([PromptSource(messages=messages)])
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
-        answer = _ChatResponse(body, sampling.n, generation, model)
+        answer = _ChatResponse(body, generation, model)
         if body.stream:
             return EventStream(answer.events())
-        whole = await answer.whole()
-        return Response(msgspec.json.encode(whole), media_type="application/json")
+        return json_response(await answer.whole())
 
     return router
 
@@ -237,9 +255,8 @@ def _sampling(body: ChatRequest, service: ModelService) -> SamplingParams:
 class _ChatResponse:
     """One response, whole or as a stream of chunks."""
 
-    def __init__(self, body: ChatRequest, answers: int, generation: Generation, model: str) -> None:
+    def __init__(self, body: ChatRequest, generation: Generation, model: str) -> None:
         self._logprobs = bool(body.logprobs)
-        self._answers = answers
         self._usage = body.wants_usage()
         self._generation = generation
         self._head: dict[str, object] = {
@@ -251,23 +268,16 @@ class _ChatResponse:
 
     async def whole(self) -> dict[str, object]:
         """Return the whole response."""
-        choices: list[dict[str, Any]] = [
+        (result,) = await self._generation.whole()
+        choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "", "refusal": None},
-                "logprobs": None,
-                "finish_reason": None,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": self._logprobs_object(answer.logprobs),
+                "finish_reason": answer.finish_reason,
             }
-            for index in range(self._answers)
+            for index, answer in enumerate(result.answers)
         ]
-        logprobs: list[list[TokenLogprob]] = [[] for _ in choices]
-        async for _, delta in self._generation.deltas():
-            choice = choices[delta.index]
-            choice["message"]["content"] += delta.text
-            logprobs[delta.index] += delta.logprobs
-            choice["finish_reason"] = delta.finish_reason
-        for choice, reports in zip(choices, logprobs, strict=True):
-            choice["logprobs"] = self._logprobs_object(reports)
         return {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
 
     async def events(self) -> AsyncGenerator[dict[str, object], None]:
@@ -304,22 +314,7 @@ class _ChatResponse:
     def _logprobs_object(self, reports: Sequence[TokenLogprob]) -> dict[str, object] | None:
         if not self._logprobs:
             return None
-        content = [
-            {
-                **_chat_logprob(report.chosen),
-                "top_logprobs": [_chat_logprob(candidate) for candidate in report.top],
-            }
-            for report in reports
-        ]
-        return {"content": content, "refusal": None}
-
-
-def _chat_logprob(candidate: Candidate) -> dict[str, object]:
-    return {
-        "token": candidate.text,
-        "bytes": list(candidate.bytes),
-        "logprob": floor_logprob(candidate.logprob),
-    }
+        return {"content": [logprob_object(report) for report in reports], "refusal": None}
 
 
 def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:

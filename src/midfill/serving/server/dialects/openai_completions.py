@@ -22,8 +22,9 @@ from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
 from midfill.infill.window import WindowRule
-from midfill.serving.server.bodies import body_reference, read_json
+from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.dialects.llama_cpp import ExtraSnippet
 from midfill.serving.server.dialects.openai import (
     GenerationFields,
     floor_logprob,
@@ -42,8 +43,6 @@ from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
-
-
 _MAX_CONTEXT_FILES = 256
 
 
@@ -57,13 +56,6 @@ class ContextEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     text: str
     path: str | None = None
-
-
-class ExtraInput(msgspec.Struct, kw_only=True):
-    """The same in llama.cpp's spelling."""
-
-    text: str
-    filename: str | None = None
 
 
 class WindowFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -168,7 +160,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: int | None = None
     return_token_ids: bool | None = None  # vLLM's
     midfill: MidfillFields | None = None
-    input_extra: list[ExtraInput] | None = None
+    input_extra: list[ExtraSnippet] | None = None  # llama.cpp's spelling of ``context``
     segments: Segments | None = None  # instead of a prompt: the request is Tabby's
     mode: str | None = None  # Tabby's
 
@@ -212,21 +204,12 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             streamed=bool(body.stream),
             supersedes=superseded,
         )
-        answer = CompletionResponse(
-            generation,
-            model,
-            answers=body.n or 1,
-            echo=bool(body.echo),
-            logprobs=body.logprobs is not None,
-            usage=body.wants_usage(),
-            token_ids=bool(body.return_token_ids),
-        )
+        answer = _CompletionResponse(generation, model, body)
         if body.midfill is not None and body.midfill.report == "tokens":
             answer.reports = await service.report_tokens(prompts, tenant)
         if body.stream:
             return EventStream(answer.events())
-        whole = await answer.whole()
-        return Response(msgspec.json.encode(whole), media_type="application/json")
+        return json_response(await answer.whole())
 
     router.routes.extend(model_routes(service, tenant_of).routes)
     return router
@@ -269,7 +252,7 @@ def _check_method(body: CompletionRequest, service: ModelService) -> None:
     if body.midfill is None or body.midfill.method is None:
         return
     try:
-        service.methods.check(body.midfill.method)
+        service.check_method(body.midfill.method)
     except InvalidRequestError as error:
         field = "midfill.method"
         raise InvalidRequestError(f"{field}: {error}", param=field) from None
@@ -402,40 +385,27 @@ def _field_names(body: CompletionRequest) -> dict[str, str]:
     return {"context": context, **own, **windows}
 
 
-class CompletionResponse:
+class _CompletionResponse:
     """One response.
 
     Args:
-        generation: generates the answers, ``answers`` for each prompt.
+        generation: generates the answers, ``n`` or more for each prompt.
         model: the name that the client called the model by.
-        answers: how many answers per prompt to return; the best, if there are more.
-        echo: whether each text begins with the prompt's.
-        logprobs: whether to report log probabilities; of the echoed prompt, too.
-        usage: whether a stream ends with the usage.
-        token_ids: whether to name the answers' tokens.
+        body: says what of them to return: the best ``n``, echo, log probabilities (of the echoed
+            prompt, too), usage, token ids.
 
     Attributes:
         reports: of the prompts' tokens, if the client wants them.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        model: str,
-        *,
-        answers: int,
-        echo: bool,
-        logprobs: bool,
-        usage: bool,
-        token_ids: bool = False,
-    ) -> None:
+    def __init__(self, generation: Generation, model: str, body: CompletionRequest) -> None:
         self.reports: list[TokenReport | None] = []
         self._generation = generation
-        self._answers = answers
-        self._echo = echo
-        self._logprobs = logprobs
-        self._usage = usage
-        self._token_ids = token_ids
+        self._answers = body.n or 1
+        self._echo = bool(body.echo)
+        self._logprobs = body.logprobs is not None
+        self._usage = body.wants_usage()
+        self._token_ids = bool(body.return_token_ids)
         self._head: dict[str, object] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
