@@ -246,8 +246,8 @@ assert answer().usage.completion_tokens == 6 and planned
             Entry(
                 f"{PACKAGE}/methods/registry.py",
                 f'        MethodEntry("{NAME}", "{KIND}", "LastOnly", "nobody, 2026", '
-                f'f"{{_EVICT}}.{NAME}", "LastOnly"),\n',
-                '        MethodEntry(\n            "cake"',
+                f'".{KIND}.{NAME}", "LastOnly"),\n',
+                '        MethodEntry("cake"',
             ),
         ),
         _ANSWER
@@ -275,8 +275,8 @@ assert answer("sampled:budget=8").usage.completion_tokens == 6
             Entry(
                 f"{PACKAGE}/methods/registry.py",
                 f'        MethodEntry("slow", "{NAME}_kind", "Slow", "nobody, 2026", '
-                f'"midfill.methods.{NAME}_kind.sequence", "Slow"),\n',
-                '        MethodEntry(\n            "cake"',
+                f'".{NAME}_kind.sequence", "Slow"),\n',
+                '        MethodEntry("cake"',
             ),
         ),
         _ANSWER
