@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from midfill.lsp.documents import (
     Change,
     Document,
-    OpenDocuments,
     Position,
     PositionEncoding,
     Range,
@@ -131,18 +130,10 @@ def test_halves_of_a_character_that_arrive_one_by_one_are_joined() -> None:
     assert parted.changed([Change("", Range(Position(0, 1), Position(0, 2)))]).text == "𝄞"
 
 
-def test_open_documents_are_kept_in_their_present_state() -> None:
-    documents = OpenDocuments()
-    assert documents.get("file:///a") is None
-    documents.open("file:///a", "one")
-    before = documents.get("file:///a")
-    assert before is not None
-    after = documents.change(before, [Change("two")])
-    assert documents.get("file:///a") == after
+def test_a_change_of_the_whole_document_is_a_revision_of_it() -> None:
+    before = Document.opened("file:///a", "one", "utf-16")
+    after = before.changed([Change("two")])
     assert (before.text, before.revision, after.text, after.revision) == ("one", 0, "two", 1)
-    documents.close("file:///a")
-    documents.close("file:///a")
-    assert documents.get("file:///a") is None
 
 
 POSITION_ENCODINGS = st.sampled_from(["utf-8", "utf-16", "utf-32"])

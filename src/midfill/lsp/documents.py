@@ -190,35 +190,6 @@ class Document:
         return replace(self, text=text, line_starts=starts)
 
 
-class OpenDocuments:
-    """The documents that the client has open.
-
-    Attributes:
-        encoding: the code units of positions in documents that are opened from now on.
-    """
-
-    def __init__(self) -> None:
-        self.encoding: PositionEncoding = "utf-16"
-        self._documents: dict[str, Document] = {}
-
-    def open(self, uri: str, text: str) -> None:
-        """Add a document; one of the same name is replaced."""
-        self._documents[uri] = Document.opened(uri, text, self.encoding)
-
-    def change(self, document: Document, changes: Iterable[Change]) -> Document:
-        """Change an open document, given in its present state; return its new state."""
-        changed = self._documents[document.uri] = document.changed(changes)
-        return changed
-
-    def close(self, uri: str) -> None:
-        """Forget a document."""
-        self._documents.pop(uri, None)
-
-    def get(self, uri: str) -> Document | None:
-        """Return a document in its present state; None if it is not open."""
-        return self._documents.get(uri)
-
-
 def _starts_after_breaks(text: str, start: int, end: int) -> list[int]:
     """Return where lines begin because of the line breaks that end in text[start:end]."""
     return [match.end() for match in _LINE_BREAK.finditer(text, start, end)]

@@ -16,7 +16,7 @@ from pygls.lsp.server import LanguageServer
 from midfill.errors import MidfillError
 from midfill.lsp import protocol
 from midfill.lsp.completer import Completer, Kind, Request, caret_after
-from midfill.lsp.documents import Document, OpenDocuments, PositionEncoding, utf16_length
+from midfill.lsp.documents import Document, PositionEncoding, utf16_length
 from midfill.lsp.server_access import ServerAccess
 from midfill.lsp.settings import SECTION, Settings
 from midfill.lsp.statistics import Statistics
@@ -80,7 +80,8 @@ class MidfillLanguageServer:
         self.pygls = LanguageServer("midfill", __version__, protocol_cls=protocol.MidfillProtocol)
         self._base = settings  # of the command line and the client's initializationOptions
         self._settings = settings
-        self._documents = OpenDocuments()
+        self._documents: dict[str, Document] = {}  # open ones, in their present state
+        self._encoding: PositionEncoding = "utf-16"  # of those that are opened from now on
         self._statistics = Statistics()
         self._notices = Notices()
         self._problems: list[str] = []  # with the settings that the client has sent last
@@ -145,7 +146,8 @@ class MidfillLanguageServer:
 
     def _did_open(self, params: protocol.DidOpen) -> None:
         document = params.text_document
-        self._documents.open(document.uri, document.text)
+        uri = document.uri
+        self._documents[uri] = Document.opened(uri, document.text, self._encoding)
         self._completer.document_changed(document.uri)
 
     def _did_change(self, params: protocol.DidChange) -> None:
@@ -155,14 +157,14 @@ class MidfillLanguageServer:
         if before is None:
             _log.warning("ignored: a change of %s, which is not open", uri)
             return
-        after = self._documents.change(before, changes)
+        after = self._documents[uri] = before.changed(changes)
         self._completer.document_changed(uri)
         caret = caret_after(before, changes)
         if caret is not None:
             self._completer.caret_moved(after, caret)
 
     def _did_close(self, params: protocol.DidClose) -> None:
-        self._documents.close(params.text_document.uri)
+        self._documents.pop(params.text_document.uri, None)
         self._completer.document_closed(params.text_document.uri)
 
     # Completions
@@ -216,7 +218,7 @@ class MidfillLanguageServer:
         # For clients that never say that they are initialized.
         asyncio.get_running_loop().call_later(2 * _CLIENT_SECONDS, self._completer.start)
         agreed = self.pygls.workspace.position_encoding  # an enumeration, equal to its values
-        (self._documents.encoding,) = (each for each in _ENCODINGS if each == agreed)
+        (self._encoding,) = (each for each in _ENCODINGS if each == agreed)
         capabilities = params.capabilities.text_document
         knows_inline = capabilities is not None and capabilities.inline_completion is not None
         menu = self._settings.menu

@@ -179,6 +179,8 @@ _TIER_COUNTERS: Mapping[str, tuple[str, Callable[[TierStats], float]]] = {
 
 
 class _Collected(Collector):
+    """What a function yields, as prometheus_client wants it."""
+
     def __init__(self, collect: Callable[[], Families]) -> None:
         self._collect = collect
 
@@ -277,18 +279,18 @@ class TenantMetrics:
     def __init__(
         self, histograms: Mapping[str, Histogram], finished: Counter, model: str, label: str
     ) -> None:
-        self._of = {name: each.labels(model, label) for name, each in histograms.items()}
+        self._histograms = {name: each.labels(model, label) for name, each in histograms.items()}
         self._finished = finished
         self._label_values = (model, label)
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""
-        self._of["time_to_first_token_seconds"].observe(seconds)
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         """Record that ``tokens`` tokens of an answer arrived ``seconds`` after the ones before."""
         for _ in range(tokens):
-            self._of["inter_token_latency_seconds"].observe(seconds / tokens)
+            self._histograms["inter_token_latency_seconds"].observe(seconds / tokens)
 
     def answer_finished(self, reason: str) -> None:
         """Count an answer that is complete, or that was aborted ("abort")."""
@@ -296,16 +298,16 @@ class TenantMetrics:
 
     def request_finished(self, seconds: float, prompt: int, cached: int, generated: int) -> None:
         """Record a complete request: its duration and numbers of tokens."""
-        self._of["e2e_request_latency_seconds"].observe(seconds)
-        self._of["request_prompt_tokens"].observe(prompt)
-        self._of["request_computed_prompt_tokens"].observe(prompt - cached)
-        self._of["request_generation_tokens"].observe(generated)
+        self._histograms["e2e_request_latency_seconds"].observe(seconds)
+        self._histograms["request_prompt_tokens"].observe(prompt)
+        self._histograms["request_computed_prompt_tokens"].observe(prompt - cached)
+        self._histograms["request_generation_tokens"].observe(generated)
 
     def stages_finished(self, queue: float, prefill: float, decode: float) -> None:
         """Record how many seconds a complete prompt was in each stage."""
-        self._of["request_queue_time_seconds"].observe(queue)
-        self._of["request_prefill_time_seconds"].observe(prefill)
-        self._of["request_decode_time_seconds"].observe(decode)
+        self._histograms["request_queue_time_seconds"].observe(queue)
+        self._histograms["request_prefill_time_seconds"].observe(prefill)
+        self._histograms["request_decode_time_seconds"].observe(decode)
 
 
 class TenantLabels:

@@ -337,7 +337,7 @@ class Results:
         """Return the result, or results, of a request that only computes its prompts."""
         answer = GeneratedAnswer("", (), "length", None, ())
         results = [
-            self._selected(prompt, place, answer, Usage(len(prompt.token_ids)), Timings(0, 0))
+            self._result(prompt, place, answer, Usage(len(prompt.token_ids)), Timings(0, 0))
             for place, prompt in enumerate(prompts)
         ]
         return results[0] if len(results) == 1 else results
@@ -367,18 +367,12 @@ class Results:
         self, prompt: Prompt, number: int, answer: GeneratedAnswer, generation: Generation
     ) -> object:
         usage = generation.responses[number // self._sampling.n].usage
-        return self._selected(prompt, number, answer, usage, generation.timings)
-
-    def _selected(
-        self, prompt: Prompt, number: int, answer: GeneratedAnswer, usage: Usage, timings: Timings
-    ) -> object:
-        """Return a result with the fields that the client selected: all, if it selected none."""
-        result = self._result(prompt, number, answer, usage, timings)
-        return _select(result, self._body.response_fields or [])
+        return self._result(prompt, number, answer, usage, generation.timings)
 
     def _result(
         self, prompt: Prompt, number: int, answer: GeneratedAnswer, usage: Usage, timings: Timings
-    ) -> dict[str, Any]:
+    ) -> Mapping[str, Any]:
+        """Return a result with the fields that the client selected: all, if it selected none."""
         generated = len(answer.token_ids)
         stopped_by = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
         ended = "word" if stopped_by else "eos"
@@ -404,7 +398,7 @@ class Results:
             result["completion_probabilities"] = [
                 logprob_object(report, ids=True) for report in answer.logprobs
             ]
-        return result
+        return _select(result, self._body.response_fields or [])
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that were applied."""
