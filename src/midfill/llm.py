@@ -131,7 +131,7 @@ class InProcessEngine:
             self._mailboxes[request_id] = deque()
 
     def _end(self, request_id: str, index: int) -> None:
-        """End an answer in which a stop string was found, of which the engine doesn't know."""
+        """End an answer in which a stop string was found: the engine doesn't know of those."""
         with self._lock:
             self._engine.cancel(request_id, index)
 

@@ -36,7 +36,7 @@ class Loaded(Protocol):
 
     @property
     def slots(self) -> int:
-        """As many requests run at once without much harm."""
+        """How many requests it can run at once without slowing each other much."""
 
 
 T = TypeVar("T", bound=Loaded)

@@ -279,7 +279,7 @@ class CutHistory:
 
 
 def cached_characters(prompts: Iterable[CachedPrompt], prefix: str, suffix: str) -> int:
-    """Return how many characters of a text some prompt begins with, cut where that is most."""
+    """Return how many characters of a text the best of some prompts begins with, wherever cut."""
     matches = (_match(prompt, prefix, suffix) for prompt in prompts)
     return max((max(match.whole, match.head) for match in matches), default=0)
 

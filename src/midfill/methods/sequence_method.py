@@ -154,7 +154,7 @@ class SequenceMethod:
         return tenant
 
     def cache_keys(self, tokens: Int32Array) -> Int32Array:
-        """Return what the prefix cache knows [n] int32 leading tokens by, as many or fewer."""
+        """Return the keys of [n] int32 leading tokens in the prefix cache: n or fewer."""
         return tokens
 
     def reusable(self, sequence: SequenceView, limit: int) -> int:
@@ -232,7 +232,7 @@ class SequenceMethod:
         return Admitted(sequence.computed)
 
     def run_chunk(self, sequence: SequenceView, tokens: int) -> MethodChunk | None:
-        """Run a part of its prefill by itself, as much as so many tokens would be; None: none."""
+        """Run a part of its prefill itself, worth so many tokens of work; None: it ran nothing."""
         return None
 
     def observe(self, first: int, queries: Float32Array) -> None:

@@ -71,7 +71,7 @@ class ScriptedProcess:
     def send(self, *messages: ToEngine) -> None:
         self.sent.extend(messages)
 
-    async def messages(self) -> AsyncGenerator[FromEngine, None]:
+    async def received(self) -> AsyncGenerator[FromEngine, None]:
         for message in self.script:
             yield message
         if self.stays_up:

@@ -448,7 +448,7 @@ class KvTraffic:
             self._warm.record_step(rows, seconds)
 
     def step(self, *, may_wait: bool) -> None:
-        """Copy a bounded part of the KV that is to be copied; queue sequences whose KV is there.
+        """Copy some of the KV that is to be copied; queue the sequences that have all of theirs.
 
         Args:
             may_wait: sleep for a moment if there is nothing to copy yet, and nothing to run.

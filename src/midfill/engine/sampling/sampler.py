@@ -464,7 +464,7 @@ def mask_nonfinite(logits: torch.Tensor) -> torch.Tensor:
 
 
 class RandomStream:
-    """Numbers that depend on a seed, the answer's index and how many were drawn before, alone.
+    """Random numbers that follow from a seed, the answer's index and how many were drawn before.
 
     Args:
         seed: of the request; None takes one that nobody can know.

@@ -240,7 +240,7 @@ class Admission:
 
 
 class QueueSpeed:
-    """How many tokens leave the queue per second, while there is a queue.
+    """How many tokens leave the queue per second while it isn't empty.
 
     The last seconds count more than those before.
     """
@@ -250,11 +250,11 @@ class QueueSpeed:
         self._last = 0.0
 
     def resume(self, now: float) -> None:
-        """Note that there is a queue again."""
+        """Note that the queue isn't empty any more."""
         self._last = now
 
     def record(self, tokens: float, now: float) -> None:
-        """Note that tokens have left a queue that there has been since the last call."""
+        """Note that tokens have left the queue, which wasn't empty since the last call."""
         passed, self._last = max(now - self._last, 0.0), now
         share = math.exp(-passed / _MEMORY_SECONDS)
         self._tokens = self._tokens * share + tokens
@@ -279,7 +279,7 @@ class _Cost(NamedTuple):
 
 
 class ExpectedWork:
-    """What prompts cost of the documents whose KV is probably cached.
+    """What further prompts of documents cost whose KV is probably cached.
 
     Attributes:
         slots: size of the KV pool in tokens; 0 while it isn't known.

@@ -63,7 +63,7 @@ class RequestQueues:
         return [self.sequences[one] for one in sorted(self._sequence_ids.get(request_id, ()))]
 
     def state(self) -> ScheduleState:
-        """Return what a policy may look at; of the queue no more than a step could admit."""
+        """Return what a policy may look at: of the queue, only as many as a step could admit."""
         places = self._max_running - len(self.running)
         return ScheduleState(
             running=tuple(_running(sequence) for sequence in self.running),

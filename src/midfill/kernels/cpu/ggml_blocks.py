@@ -73,7 +73,7 @@ def _q4_1(blocks: Bytes) -> Quants:
 
 
 def _joined(low: npt.NDArray[Any], high: npt.NDArray[Any], bits: int) -> Bytes:
-    """Put high bits above the low ones, of which there are ``bits``."""
+    """Put high bits above ``bits`` low ones."""
     return np.bitwise_or(low, high << bits, dtype=np.uint8)
 
 

@@ -80,7 +80,7 @@ def optimized_first(function: F) -> F:
 
 
 def kernel_by_type(choose: Callable[..., Any]) -> Any:
-    """Make a function for kernels to call, of which only what a call needs is compiled, inlined.
+    """Make a function for kernels to call: only the variant that a call needs is compiled, inlined.
 
     Args:
         choose: returns a kernel, given the Numba types of a call's arguments.

@@ -110,7 +110,7 @@ def fetch_ahead(builder: ir.IRBuilder, layout: BlockLayout, group: Any, ahead: A
 
 
 def fetch_next_groups(builder: ir.IRBuilder, layout: BlockLayout, group: Any) -> None:
-    """Prefetch as many bytes as a group has from where a first tile will read soon.
+    """Prefetch a group's number of bytes from where a first tile will read soon.
 
     Lines of two planes are read in turn, and those of one plane with work in between. Chips
     foresee that badly: without prefetches, formats with two planes come from memory half as fast

@@ -50,7 +50,7 @@ class ChunkCodec(Protocol):
         """
 
     def decode(self, code: bytes | memoryview, tokens: int) -> bytes:
-        """Return KV like that of which ``code`` is.
+        """Return KV like that from which ``code`` was made.
 
         Raises:
             BlobError: the code makes no sense.

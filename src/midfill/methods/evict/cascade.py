@@ -100,7 +100,7 @@ class CascadeSize:
         self._window = runner.config.sliding_window or 0
 
     def kept_slots(self, prompt: int) -> int | None:
-        """Return how many slots hold at most what stays of a prompt; None if all stays."""
+        """Return the most slots that what stays of a prompt fills; None if all stays."""
         kept = self._kept_places(prompt)
         return None if kept is None else -(-kept // self._layers)
 

@@ -135,15 +135,15 @@ class Ladder:
 
     @property
     def freed(self) -> int:
-        """How many go."""
+        """How many of them each layer drops."""
         return self.block - self.kept
 
     def freed_of(self, stretch: int) -> int:
-        """Return how many tokens go of a block that is stretched, see ``compact``."""
+        """Return how many tokens a stretched block drops, see ``compact``."""
         return stretch * (self.block - 1) + 1 - self.kept
 
     def stretch_of(self, tokens: int) -> int:
-        """Return the largest stretch of a block of which no more than ``tokens`` go; 0: none."""
+        """Return the largest stretch of a block that drops at most ``tokens``; 0: none does."""
         return max(0, (tokens - 1 + self.kept) // (self.block - 1))
 
     @property
@@ -153,7 +153,7 @@ class Ladder:
 
     @property
     def _rise(self) -> int:
-        """By how many layers the next token's layers lie deeper."""
+        """How many layers deeper the layers lie that keep the next token."""
         return self.span - self.overlap
 
     def first_kept(self, stretch: int = 1) -> Int32Array:

@@ -148,7 +148,7 @@ class BlendedSequence(SequenceMethod):
         return nothing
 
     def run_chunk(self, sequence: SequenceView, tokens: int) -> MethodChunk | None:
-        """Run some of the blended prefill, as much work as so many rows through all layers."""
+        """Run a part of the blended prefill, worth as much work as so many rows in all layers."""
         blend, kv = self._blend, sequence.kv
         if blend is None or kv is None:
             return None

@@ -62,7 +62,7 @@ class DescribedModel(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """What it states beside its architecture, key to plain value.
+        """What it states apart from its architecture: key to plain value.
 
         FIM token ids, chat template, name, licence, ...
         """

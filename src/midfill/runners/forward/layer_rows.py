@@ -79,7 +79,7 @@ class LayerRows:
         return self.end - self.first
 
     def places(self, numbers: Int32Array) -> Int64Array:
-        """Return in which rows some tokens are, all of which have rows: [n] int64."""
+        """Return the rows of some tokens, all of which have one: [n] int64."""
         return np.searchsorted(self.numbers, numbers)
 
     def take(self, rows: Int64Array) -> None:

@@ -30,7 +30,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model, how it is run and what clients see of it: fields of ``config.ServeOptions``.
+    """A model, how it is run and what clients see of it: fields of ``ServeOptions``.
 
     Names and paths are as a user gives them; each machine looks them up for itself.
 
@@ -102,7 +102,7 @@ class FrontSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The server in front of the engines.
 
     Attributes:
-        api_keys, api_key_file: see ``config.ServeOptions``.
+        api_keys, api_key_file: see ``ServeOptions``.
         replicas: how many servers there are.
         cpus: what each reserves of its machine.
         logs: what it logs, and how.

@@ -22,7 +22,7 @@ Cumulative = NDArray[np.uint16]
 
 
 def code_bound(symbols: int) -> int:
-    """Return the bytes that a code of so many symbols has at most."""
+    """Return the most bytes that the code of so many symbols can have."""
     return 2 * symbols + _STATE_BYTES
 
 

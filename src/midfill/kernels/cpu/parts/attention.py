@@ -93,7 +93,7 @@ def _attend_gathered(
     kv: LayerKV, heads: AttentionHeads, parts: AttentionParts, part: PartKeys, keys: KeyList,
     visible_at: int, rows: int, group: int, memory: PartScratch, totals: SoftmaxSums,
 ) -> int:  # fmt: skip
-    """Compute a block's attention over gathered keys to ``totals``; return how many there are."""
+    """Compute a block's attention over gathered keys to ``totals``; return their number."""
     dim, base = heads.head_dim, part.head.base * 0
     cells = part.head.cells
     seen = cells + int(parts.visible[visible_at + rows - 1])
@@ -122,7 +122,7 @@ def _attend_slots(
     kv: LayerKV, heads: AttentionHeads, parts: AttentionParts, part: PartKeys, visible_at: int,
     rows: int, group: int, memory: PartScratch, totals: SoftmaxSums,
 ) -> int:  # fmt: skip
-    """Compute a block's attention over the slots of a part to ``totals``; return how many."""
+    """Compute a block's attention over a part's slots to ``totals``; return their number."""
     dim, slots, first = heads.head_dim, parts.kv_slots, part.head.slots_at
     base = part.head.base * dim
     seen = int(parts.visible[visible_at + rows - 1])
