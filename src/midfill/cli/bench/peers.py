@@ -9,11 +9,10 @@ import typer
 
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.options import ThreadsOption
-from midfill.cli.outputs import writable
+from midfill.cli.outputs import earlier_run, writable
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_fim_tokens, parse_names
 from midfill.config import FimTokens
-from midfill.errors import OptionError
 from midfill.system.extras import require
 from midfill.system.reporting import publish, saver
 
@@ -176,8 +175,7 @@ def peers(
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
     from midfill.system.machine import describe_machine
 
-    if resume and json is None:
-        raise OptionError("--resume continues what a file holds: name it with --json")
+    earlier = earlier_run(json, resume, read_peers)
     machine = describe_machine()
     options = msgspec.structs.replace(
         measured.options,
@@ -192,7 +190,6 @@ def peers(
     )
 
     with show_steps("opening the model") as progress:
-        earlier = read_peers(json) if resume and json is not None and json.exists() else None
         compared = open_compared(model or DEFAULT_MODEL, fim_tokens, random_weights=random_weights)
         programs = Programs(llama_server, vllm)
         report = compare_peers(compared, options, programs, progress, saver(json), earlier)
