@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from midfill.config import ListenOptions
+from midfill.serving.options import ListenOptions
 from midfill.serving.server.connections import limited_protocol
 from midfill.serving.server.metrics import ConnectionCounts
 

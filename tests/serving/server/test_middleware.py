@@ -21,11 +21,12 @@ from fastapi.routing import APIRoute
 from running_server import RunningServer, start
 from tiny_checkpoints import write_tiny
 
-from midfill.config import FrontendOptions, ModelOptions
+from midfill.config import ModelOptions
 from midfill.engine.process.client import EngineClient
 from midfill.errors import QueueFullError
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.models.checkpoints.opening import open_model
+from midfill.serving.options import FrontendOptions
 from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.auth import MAX_GUESSES, KeyRing
 from midfill.serving.server.listening import Listener, bind
