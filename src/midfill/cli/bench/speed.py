@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.bench.options import JsonOption
-from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.options import BackendOption, DeviceOption, ModelArgument, ThreadsOption
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
 from midfill.system.reporting import publish
@@ -22,6 +22,8 @@ def speed(
     prefill: PrefillOption = "512,1500",
     contexts: ContextsOption = "16,1500",
     repeats: RepeatsOption = 5,
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -33,5 +35,7 @@ def speed(
         prefill=parse_counts(prefill), contexts=parse_counts(contexts), repeats=repeats
     )
     with show_steps("loading") as progress:
-        report = measure_speed(model or DEFAULT_MODEL, options, threads, progress)
+        report = measure_speed(
+            model or DEFAULT_MODEL, options, threads, progress, backend=backend, device=device
+        )
     publish(report, speed_table(report).drawn(), json)
