@@ -1,7 +1,9 @@
-"""Source files of published Python packages, fetched with pip by name and exact version.
+"""Source files of published packages, fetched by name and exact version.
 
-A wheel is preferred: nothing of it is run. Of a package without one, pip downloads the source
-distribution, and runs the package's build script to read its metadata.
+Python packages are fetched with pip. A wheel is preferred: nothing of it is run. Of a package
+without one, pip downloads the source distribution, and runs the package's build script to read its
+metadata. ``npm:NAME==VERSION`` is a package of the npm registry, ``debian:NAME==VERSION`` a binary
+package of the Debian release that the machine runs; nothing of either is run.
 
 Each package gets a folder of its own, named ``NAME-VERSION``, that appears complete or not at all.
 So an interrupted download of many packages continues where it stopped. The folder holds the files
@@ -10,6 +12,7 @@ with the wanted suffixes, the package's metadata and licence files, and a record
 
 import hashlib
 import re
+import subprocess
 import tarfile
 import tempfile
 import zipfile
@@ -17,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Literal
 
 import msgspec
 
@@ -27,11 +30,17 @@ from midfill.system.files import write_folder
 from midfill.system.pip import run_pip, summarise_failure
 from midfill.system.progress import Progress, ignore_progress
 
+Registry = Literal["pypi", "npm", "debian"]
+
 _REQUIREMENT = re.compile(
-    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*==\s*(?P<version>[A-Za-z0-9.!+_-]+)"
+    r"(?:(?P<registry>npm|debian):)?"
+    r"(?P<name>(?:@[a-z0-9._-]+/)?[A-Za-z0-9](?:[A-Za-z0-9.+_-]*[A-Za-z0-9])?)"
+    r"\s*==\s*(?P<version>[A-Za-z0-9.!+:~_-]+)"
     r"(?:\s+--hash=sha256:(?P<sha256>[0-9a-f]{64}))?"
 )
-_METADATA_NAMES = frozenset({"METADATA", "RECORD", "PKG-INFO"})
+_METADATA_NAMES = frozenset({"METADATA", "RECORD", "PKG-INFO", "package.json"})
+_DEBIAN_LICENCE = re.compile(r"usr/share/doc/[^/]+/copyright")
+_MADE_SUFFIXES = (".d.ts", ".min.js")  # written by compilers, of sources that are there as well
 _LICENCE_NAME = re.compile(r"(licen[sc]e|copying|notice|authors)", re.IGNORECASE)
 _MAX_FILE_BYTES = 4 << 20  # larger ones are data or generated
 _MAX_PACKAGE_BYTES = 512 << 20
@@ -44,20 +53,27 @@ class Package:
     Attributes:
         name: as the package index knows it.
         version: the exact version.
-        sha256: hex digest of the wheel or source distribution; None accepts any.
+        sha256: hex digest of the archive that is downloaded; None accepts any.
+        registry: where it is published.
+        suffixes: suffixes of its wanted files; empty for all that the caller wants.
     """
 
     name: str
     version: str
     sha256: str | None = None
+    registry: Registry = "pypi"
+    suffixes: tuple[str, ...] = ()
 
     @property
     def folder_name(self) -> str:
         """Name of the folder that holds its files."""
-        return f"{re.sub('[-_.]+', '-', self.name).lower()}-{self.version}"
+        name = re.sub("[-_./@]+", "-", self.name).lower().strip("-")
+        place = "" if self.registry == "pypi" else f"{self.registry}-"
+        return f"{place}{name}-{self.version.replace(':', '-')}"
 
     def __str__(self) -> str:
-        return f"{self.name}=={self.version}"
+        place = "" if self.registry == "pypi" else f"{self.registry}:"
+        return f"{place}{self.name}=={self.version}"
 
 
 class PackageRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +97,8 @@ class PackageRecord(msgspec.Struct, frozen=True, kw_only=True):
 def parse_requirement(text: str) -> Package:
     """Parse ``name==version``, with ``--hash=sha256:...`` after it as pip writes it.
 
+    ``npm:`` or ``debian:`` before the name chooses another registry than PyPI.
+
     Raises:
         MidfillError: it is something else.
     """
@@ -90,7 +108,9 @@ def parse_requirement(text: str) -> Package:
             f"{text.strip()!r} names no exact version: write name==version, optionally followed by"
             " --hash=sha256:DIGEST"
         )
-    return Package(match["name"], match["version"], match["sha256"])
+    registries: dict[str | None, Registry] = {"npm": "npm", "debian": "debian"}
+    registry = registries.get(match["registry"], "pypi")
+    return Package(match["name"], match["version"], match["sha256"], registry)
 
 
 def read_requirements(path: Path) -> list[Package]:
@@ -127,7 +147,7 @@ def fetch_packages(
     Args:
         packages: what to fetch.
         folder: where each package gets its folder; those already there are kept.
-        suffixes: suffixes of the wanted files, such as ".py".
+        suffixes: suffixes of the wanted files, such as ".py", of packages that don't name theirs.
         progress: called with ("fetching NAME==VERSION", packages so far, all packages).
 
     Raises:
@@ -136,7 +156,7 @@ def fetch_packages(
     folders = []
     for done, package in enumerate(packages):
         progress(f"fetching {package}", done, len(packages))
-        folders.append(fetch_package(package, folder, suffixes))
+        folders.append(fetch_package(package, folder, package.suffixes or suffixes))
     progress("fetched packages", len(packages), len(packages))
     return folders
 
@@ -153,7 +173,8 @@ def fetch_package(package: Package, folder: Path, suffixes: Sequence[str]) -> Pa
         The package's own folder.
 
     Raises:
-        MidfillError: pip can't find or download it, its digest is another, or it can't be unpacked.
+        MidfillError: it can't be found or downloaded, its digest is another, or it can't be
+            unpacked.
     """
     target = folder / package.folder_name
     if _is_complete(target, package, suffixes):
@@ -205,6 +226,26 @@ def _is_complete(target: Path, package: Package, suffixes: Sequence[str]) -> boo
 
 
 def _download(package: Package, folder: Path) -> Path:
+    """Download a package's archive into an empty folder; return its path."""
+    if package.registry == "pypi":
+        return _download_with_pip(package, folder)
+    name, version = package.name, package.version
+    command = ["npm", "pack", "--silent", "--ignore-scripts", f"{name}@{version}"]
+    if package.registry == "debian":
+        command = ["apt-get", "download", "--quiet", f"{name}={version}"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+    except OSError:
+        raise MidfillError(f"fetching {package} needs {command[0]}") from None
+    archives = [path for path in folder.iterdir() if path.is_file()]
+    if done.returncode or len(archives) != 1:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = (lines or ["it gave no reason"])[-1]
+        raise MidfillError(f"{command[0]} can't fetch {package}: {reason}")
+    return archives[0]
+
+
+def _download_with_pip(package: Package, folder: Path) -> Path:
     """Let pip download a wheel, else a source distribution, into an empty folder."""
     complaint = ""
     for choice in (["--only-binary", ":all:"], ["--no-binary", ":all:"]):
@@ -225,10 +266,12 @@ def _extract(archive: Path, place: Path, suffixes: frozenset[str]) -> int:
     count = total = 0
     with _members(archive) as members:
         for name, size, content in members:
-            path = _safe_path(name, strip_root=archive.suffix not in (".whl", ".zip"))
+            path = _safe_path(name, strip_root=archive.suffix not in (".whl", ".zip", ".deb"))
             if path is None or size > _MAX_FILE_BYTES:
                 continue
-            wanted = path.suffix in suffixes
+            if archive.suffix == ".deb" and _DEBIAN_LICENCE.fullmatch(path.as_posix()):
+                path = PurePosixPath("LICENSE")  # where a file's licence is looked for
+            wanted = path.suffix in suffixes and not path.name.endswith(_MADE_SUFFIXES)
             if not wanted and not _is_metadata(path):
                 continue
             total += size
@@ -253,13 +296,23 @@ def _members(archive: Path) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
                 for member in opened.infolist()
                 if not member.is_dir()
             )
+    elif archive.suffix == ".deb":
+        with (
+            subprocess.Popen(
+                ["dpkg-deb", "--fsys-tarfile", str(archive)], stdout=subprocess.PIPE
+            ) as process,
+            tarfile.open(fileobj=process.stdout, mode="r|") as streamed,
+        ):
+            yield _tar_members(streamed)
     else:
         with tarfile.open(archive) as opened_tar:
-            yield (
-                (member.name, member.size, content)
-                for member in opened_tar
-                if member.isreg() and (content := opened_tar.extractfile(member)) is not None
-            )
+            yield _tar_members(opened_tar)
+
+
+def _tar_members(archive: tarfile.TarFile) -> Iterator[tuple[str, int, IO[bytes]]]:
+    for member in archive:
+        if member.isreg() and (content := archive.extractfile(member)) is not None:
+            yield member.name, member.size, content
 
 
 def _safe_path(name: str, *, strip_root: bool) -> PurePosixPath | None:

@@ -16,7 +16,7 @@ import subprocess
 import tarfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,8 @@ def _build(path: Path, values: Mapping[str, Any]) -> TrainingPlan:
         path=path,
         model=_text(values, "model"),
         fim_tokens=_fim_tokens(values.get("fim_tokens")),
-        packages=_packages(path, [_text(values, "packages")]),
-        held_out=_packages(path, _texts(values, "held_out")),
+        packages=_packages(path, values, "packages"),
+        held_out=_packages(path, values, "held_out") if "held_out" in values else (),
         protected=tuple(parse_requirement(each) for each in _texts(values, "protect")),
         start=_start(values.get("start")),
         stages=stages,
@@ -156,8 +156,18 @@ def _stages(shared: Mapping[str, Any], stages: object) -> tuple[Stage, ...]:
     return tuple(made)
 
 
-def _packages(path: Path, files: list[str]) -> tuple[Package, ...]:
-    return tuple(each for name in files for each in read_requirements(path.parent / name))
+def _packages(path: Path, values: Mapping[str, Any], name: str) -> tuple[Package, ...]:
+    """Return the packages of a list, of several, or of a table: a list and its files' suffixes."""
+    lists = values.get(name)
+    if isinstance(lists, Mapping):
+        suffixes = {file: tuple(_texts(lists, file)) for file in lists}
+        return tuple(
+            replace(each, suffixes=suffixes[file])
+            for file in lists
+            for each in read_requirements(path.parent / file)
+        )
+    files = _texts(values, name) if isinstance(lists, list) else [_text(values, name)]
+    return tuple(each for file in files for each in read_requirements(path.parent / file))
 
 
 def _fim_tokens(value: object) -> tuple[str, str, str] | None:
@@ -217,19 +227,21 @@ def prepare_stages(
         MidfillError: something can't be fetched, or the folder holds another plan's stages.
     """
     sources = folder / "packages"
-    fetch_packages(plan.packages, sources / "src", (".py",), progress)
-    held_out = fetch_packages(plan.held_out, sources / "held-out", (".py",), progress)
+    suffixes = tuple(dict.fromkeys(each for s in plan.stages for each in s.recipe.data.suffixes))
+    fetch_packages(plan.packages, sources / "src", suffixes, progress)
+    held_out = fetch_packages(plan.held_out, sources / "held-out", suffixes, progress)
     protected = fetch_packages(plan.protected, sources / "protected", (".gz", ".jsonl"), progress)
     start = None if plan.start is None else _fetch_start(plan.start, plan.path.parent, folder)
     for number, stage in enumerate(plan.stages, 1):
         place = stage_folder(folder, number, stage.name)
         if not (place / "adapter").is_dir():
+            data = stage.recipe.data
             inputs = RunInputs(
-                documents=Corpus.find([sources / "src"], stage.recipe.data.suffixes),
+                documents=Corpus.find([sources / "src"], data.suffixes, data.suffix_shares),
                 folder=place,
                 fim_tokens=plan.fim_tokens,
                 protected=Corpus.find(_records(protected), ()) if protected else None,
-                held_out=Corpus.find(held_out, (".py",)) if held_out else None,
+                held_out=Corpus.find(held_out, suffixes) if held_out else None,
                 start_from=start,
                 base_name=base_name,
             )

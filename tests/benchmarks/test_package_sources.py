@@ -1,7 +1,13 @@
-"""Packages are fetched with pip from a folder of archives that stands for the package index."""
+"""Packages are fetched with pip from a folder of archives that stands for the package index.
+
+npm and apt-get are programs that copy an archive from such a folder.
+"""
 
 import hashlib
 import io
+import json
+import shutil
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,6 +23,7 @@ from benchmarks.package_sources import (
     read_requirements,
 )
 from midfill.errors import MidfillError
+from midfill.lab.training.licences import LicenceFinder
 
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nLicense: MIT\n"
 BACKEND = f"""
@@ -163,3 +170,98 @@ def test_a_requirement_without_an_exact_version_is_refused(text: str, tmp_path: 
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(MidfillError, match=r"list\.txt: .*names no exact version"):
         read_requirements(tmp_path / "list.txt")
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of archives; npm and apt-get deliver the one that their last word names."""
+    folder, programs = tmp_path / "registry", tmp_path / "programs"
+    folder.mkdir()
+    programs.mkdir()
+    for name in ("npm", "apt-get"):
+        program = programs / name
+        program.write_text(
+            f'#!/bin/sh\nfor word; do :; done\necho "no such package: $word" >/dev/stderr\n'
+            f'cp "{folder}/$(echo "$word" | tr / _)"* .\n'
+        )
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    return folder
+
+
+def test_an_npm_package_leaves_out_what_compilers_wrote(registry: Path, tmp_path: Path) -> None:
+    files = {
+        "package.json": json.dumps({"name": "@some/tool", "license": "MIT"}),
+        "src/a.ts": "let a = 1\n",
+        "dist/a.d.ts": "declare let a: number\n",
+        "dist/a.js": "var a = 1\n",
+        "dist/a.min.js": "a=1\n",
+    }
+    with tarfile.open(registry / "@some_tool@1.0.tgz", "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    package = parse_requirement("npm:@some/tool==1.0")
+    folder = fetch_package(package, tmp_path / "out", (".ts", ".js"))
+    assert folder.name == "npm-some-tool-1.0"
+    assert relative_files(folder) == {
+        "package.json",
+        "src/a.ts",
+        "dist/a.js",
+        "midfill-package.json",
+    }
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg-deb")
+def test_a_debian_packages_copyright_file_is_the_licence_of_its_files(
+    registry: Path, tmp_path: Path
+) -> None:
+    tree = tmp_path / "tree"
+    for name, text in {
+        "DEBIAN/control": "Package: some-dev\nVersion: 1:2.0~ds1-1\nArchitecture: all\n"
+        "Maintainer: Somebody <somebody@example.org>\nDescription: a package\n",
+        "usr/share/gocode/src/some/a.go": "package some\n",
+        "usr/share/doc/some-dev/copyright": "Permission is hereby granted, free of charge",
+        "usr/share/doc/some-dev/changelog": "some changes\n",
+    }.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+    archive = registry / "some-dev=1:2.0~ds1-1.deb"
+    subprocess.run(["dpkg-deb", "--build", str(tree), str(archive)], check=True)
+    package = parse_requirement("debian:some-dev==1:2.0~ds1-1")
+    folder = fetch_package(package, tmp_path / "out", (".go",))
+    assert folder.name == "debian-some-dev-1-2.0~ds1-1"
+    assert relative_files(folder) == {
+        "LICENSE",
+        "usr/share/gocode/src/some/a.go",
+        "midfill-package.json",
+    }
+    source = folder / "usr/share/gocode/src/some/a.go"
+    assert LicenceFinder().licence_of(tmp_path / "out", source, source.read_bytes()) == "MIT"
+
+
+@pytest.mark.parametrize("program", ["npm", "apt-get"])
+def test_another_registrys_complaint_is_one_line(
+    registry: Path, tmp_path: Path, program: str
+) -> None:
+    name = "npm:nothing" if program == "npm" else "debian:nothing"
+    with pytest.raises(MidfillError, match=f"{program} can't fetch {name}==1") as caught:
+        fetch_package(parse_requirement(f"{name}==1"), tmp_path / "out", (".js",))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_registry_without_its_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MidfillError, match="fetching npm:some==1 needs npm"):
+        fetch_package(parse_requirement("npm:some==1"), tmp_path / "out", (".js",))
+
+
+def test_packages_may_name_the_files_that_are_wanted_of_them(index: Path, tmp_path: Path) -> None:
+    make_wheel(index, "one", "1.0", {"one.py": "x\n", "one.js": "x\n"})
+    package = Package("one", "1.0", suffixes=(".js",))
+    (folder,) = fetch_packages([package], tmp_path / "out", (".py",))
+    assert (folder / "one.js").exists()
+    assert not (folder / "one.py").exists()

@@ -96,7 +96,7 @@ def fim(
         torch.set_num_threads(threads)
     chosen = _recipe(recipe, fragments=fragments, seed=seed, tokens=tokens, full=full)
     inputs = RunInputs(
-        documents=Corpus.find(sources, chosen.data.suffixes),
+        documents=Corpus.find(sources, chosen.data.suffixes, chosen.data.suffix_shares),
         folder=output,
         fim_tokens=fim_tokens,
         protected=_corpus(protect, chosen),
@@ -153,7 +153,7 @@ def data(
 
     chosen = _recipe(recipe, fragments=fragments, seed=seed)
     inputs = RunInputs(
-        documents=Corpus.find(sources, chosen.data.suffixes),
+        documents=Corpus.find(sources, chosen.data.suffixes, chosen.data.suffix_shares),
         folder=Path(),
         fim_tokens=fim_tokens,
         protected=_corpus(protect, chosen),

@@ -88,13 +88,27 @@ def test_packages_are_read_from_files_beside_it(tmp_path: Path) -> None:
     assert plan.start.folder == "adapters/first"
 
 
+def test_lists_may_name_the_files_that_are_read_of_their_packages(tmp_path: Path) -> None:
+    table = '[packages]\n"packages.txt" = [".py"]\n"held_out.txt" = [".js", ".ts"]\n[start]'
+    text = PLAN.replace('packages = "packages.txt"\n', "").replace("[start]", table)
+    plan = read_plan(write(tmp_path, text))
+    assert [(each.name, each.suffixes) for each in plan.packages] == [
+        ("attrs", (".py",)),
+        ("idna", (".py",)),
+        ("click", (".js", ".ts")),
+    ]
+    several = PLAN.replace('"packages.txt"', '["packages.txt", "held_out.txt"]')
+    assert len(read_plan(write(tmp_path, several)).packages) == 3
+
+
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
         ('model = "tiny"', "model = 3", "model must be a text, not 3"),
         ('model = "tiny"', 'models = "tiny"', "unknown name models; known: fim_tokens, held_out"),
         ('"<c>"]', "]", "fim_tokens must be three texts"),
-        ('["held_out.txt"]', "true", "held_out must be a list of texts, not True"),
+        ('["held_out.txt"]', "true", "held_out must be a text, not True"),
+        ('["held_out.txt"]', "{a = 1}", "a must be a list of texts, not 1"),
         ("==1.0.3", "", "names no exact version"),
         ('sha256 = "00"', "", "start must have commit, folder and sha256"),
         ('"packages.txt"', '"none.txt"', "none.txt: can't be read"),
@@ -123,8 +137,9 @@ def test_a_missing_plan(tmp_path: Path) -> None:
         read_plan(tmp_path / "plan.toml")
 
 
-def test_the_default_models_plan_is_understood() -> None:
-    folder = Path(__file__).parents[3] / "recipes" / "smollm2-135m-fim"
+@pytest.mark.parametrize("name", ["smollm2-135m-fim", "smollm2-135m-fim-languages"])
+def test_the_default_models_plans_are_understood(name: str) -> None:
+    folder = Path(__file__).parents[3] / "recipes" / name
     if not folder.is_dir():
         pytest.skip("needs a source checkout")
     plan = read_plan(folder / "plan.toml")

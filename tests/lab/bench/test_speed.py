@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_checkpoints import write_tiny
 
+from midfill.errors import OptionError
 from midfill.lab.bench.speed import SpeedOptions, SpeedReport, measure_speed, speed_table
 
 
@@ -20,6 +21,15 @@ def test_every_length_is_measured(report: SpeedReport) -> None:
     assert set(report.decode) == {16}
     for rate in (*report.prefill.values(), *report.decode.values()):
         assert 0 < rate.slowest <= rate.tokens_per_second <= rate.fastest
+
+
+def test_the_backend_and_its_device_are_chosen(tmp_path: Path) -> None:
+    options = SpeedOptions(prefill=(16,), contexts=(16,), decoded=4, repeats=1)
+    folder = str(write_tiny("llama", tmp_path))
+    report = measure_speed(folder, options, backend="torch", device="cpu")
+    assert report.engine.backend == "PyTorch on cpu"
+    with pytest.raises(OptionError, match="--device 'cuda:99'"):
+        measure_speed(folder, options, backend="torch", device="cuda:99")
 
 
 def test_memory_and_machine_are_stated(report: SpeedReport, tmp_path: Path) -> None:

@@ -69,6 +69,19 @@ def test_files_and_records_are_interleaved(tmp_path: Path) -> None:
     assert [name for name in order if "r.jsonl" in name] != [f"r.jsonl:{n}" for n in range(20)]
 
 
+def test_suffixes_have_their_share_while_there_are_files_of_all(tmp_path: Path) -> None:
+    for number in range(400):
+        write(tmp_path / "src" / f"{number}.py")
+    for number in range(40):
+        write(tmp_path / "src" / f"{number}.go")
+    corpus = Corpus.find([tmp_path / "src"], (".py", ".go"), (0.5, 0.5))
+    order = names(corpus)
+    assert order == names(corpus)
+    assert len(set(order)) == 440
+    assert 10 < sum(name.endswith(".go") for name in order[:40]) < 30
+    assert all(name.endswith(".py") for name in order[200:])
+
+
 def test_a_file_that_was_removed_is_skipped(tmp_path: Path) -> None:
     gone = write(tmp_path / "gone.py")
     write(tmp_path / "stays.py")

@@ -131,6 +131,22 @@ class TestFolders:
         write(tmp_path / "x-1.0/PKG-INFO", "License: BSD-3-Clause\n")
         assert licence_of(tmp_path, write(tmp_path / "x-1.0/src/x/a.py", "")) == "BSD-3-Clause"
 
+    @pytest.mark.parametrize(
+        ("named", "found"),
+        [('"MIT"', "MIT"), ('"GPL-3.0 OR ISC"', "ISC"), ('"SEE FILE"', None), ("{}", None)],
+    )
+    def test_package_json_of_an_npm_package(
+        self, tmp_path: Path, named: str, found: str | None
+    ) -> None:
+        write(tmp_path / "x/package.json", f'{{"name": "x", "license": {named}}}')
+        assert licence_of(tmp_path, write(tmp_path / "x/lib/a.js", "")) == found
+
+    @pytest.mark.parametrize("text", ["", "[]", "{", '{"license"'])
+    def test_a_broken_package_json_names_none(self, tmp_path: Path, text: str) -> None:
+        write(tmp_path / "x/package.json", text)
+        write(tmp_path / "x/LICENSE", "MIT License")
+        assert licence_of(tmp_path, write(tmp_path / "x/a.js", "")) == "MIT"
+
     @pytest.mark.parametrize("name", ["LICENSE", "LICENCE", "COPYING", "LICENSE.md", "LICENSE.rst"])
     def test_licence_files(self, tmp_path: Path, name: str) -> None:
         write(tmp_path / "x" / name, "The MIT License (MIT)\n\nCopyright")

@@ -171,3 +171,10 @@ def test_values_of_every_type_are_accepted() -> None:
 def test_errors_name_the_field(values: dict[str, object], message: str) -> None:
     with pytest.raises(MidfillError, match=message):
         build(Outer, values)
+
+
+@pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.0), (1.0, 1.0, 1.0)])
+def test_every_suffix_has_a_share_or_none_has(shares: tuple[float, ...]) -> None:
+    assert DataRecipe(suffixes=(".py", ".go"), suffix_shares=(1.0, 2.0)).suffix_shares == (1.0, 2.0)
+    with pytest.raises(MidfillError, match=r"suffix_shares must have a number above 0 for each"):
+        DataRecipe(suffixes=(".py", ".go"), suffix_shares=shares)

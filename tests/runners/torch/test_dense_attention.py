@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.dense_attention import Window, attend, prepare_metadata
 
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 KV_HEADS, GROUP, HEAD_DIM, SLOTS, SCALE = 2, 3, 8, 200, 0.3
 
 
@@ -70,9 +71,13 @@ def naive(case: Problem, window: Window) -> torch.Tensor:
     return outputs
 
 
-def dense(case: Problem, window: Window) -> torch.Tensor:
-    metadata = prepare_metadata(case.batch, {window}, torch.device("cpu"))
-    return attend(case.queries, case.keys, case.values, metadata, window, SCALE)
+def dense(
+    case: Problem, window: Window, device: str, prepared: set[Window] | None = None
+) -> torch.Tensor:
+    """What `attend` computes on `device`, on the CPU; prepared: windows of the metadata."""
+    metadata = prepare_metadata(case.batch, prepared or {window}, torch.device(device))
+    tensors = [tensor.to(device) for tensor in (case.queries, case.keys, case.values)]
+    return attend(*tensors, metadata, window, SCALE).cpu()
 
 
 def request_shapes() -> st.SearchStrategy[tuple[int, int]]:
@@ -81,6 +86,7 @@ def request_shapes() -> st.SearchStrategy[tuple[int, int]]:
     return st.tuples(rows, st.integers(0, 40)).map(lambda shape: (shape[0], sum(shape)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @given(
     st.lists(request_shapes(), max_size=8),
     st.none() | st.integers(1, 50),
@@ -89,17 +95,18 @@ def request_shapes() -> st.SearchStrategy[tuple[int, int]]:
 )
 @settings(deadline=None)
 def test_every_row_sees_the_keys_up_to_its_own_within_the_window(
-    requests: list[tuple[int, int]], window: Window, seed: int, gathered: bool
+    device: str, requests: list[tuple[int, int]], window: Window, seed: int, gathered: bool
 ) -> None:
     case = problem(requests, seed, gathered=gathered)
-    torch.testing.assert_close(dense(case, window), naive(case, window), rtol=0, atol=1e-5)
+    actual = dense(case, window, device)
+    torch.testing.assert_close(actual, naive(case, window), rtol=0, atol=1e-5)
 
 
-def test_one_preparation_serves_layers_with_and_without_a_window() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_preparation_serves_layers_with_and_without_a_window(device: str) -> None:
     case = problem([(1, 30), (7, 20), (1, 9), (5, 5)])
-    metadata = prepare_metadata(case.batch, {None, 4}, torch.device("cpu"))
     for window in (None, 4):
-        actual = attend(case.queries, case.keys, case.values, metadata, window, SCALE)
+        actual = dense(case, window, device, prepared={None, 4})
         torch.testing.assert_close(actual, naive(case, window), rtol=0, atol=1e-5)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.dense_attention import attend, prepare_metadata
 from midfill.runners.torch.part_attention import attend_planned, prepare_plans
 
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LAYERS, KV_HEADS, GROUP, HEAD_DIM, SLOTS, SCALE = 2, 2, 3, 8, 60, 0.3
 
 
@@ -55,14 +57,15 @@ def packed(
 
 
 def attended(
-    batch: ForwardBatch, layer: int, window: int | None, tensors: list[torch.Tensor]
+    batch: ForwardBatch, layer: int, window: int | None, tensors: list[torch.Tensor], device: str
 ) -> torch.Tensor:
-    queries, keys, values = tensors
-    metadata = prepare_metadata(batch, {window}, torch.device("cpu"))
+    """Every row's attention, computed on `device`, returned on the CPU."""
+    queries, keys, values = tensors = [tensor.to(device) for tensor in tensors]
+    metadata = prepare_metadata(batch, {window}, queries.device)
     outputs = attend(queries, keys[layer], values[layer], metadata, window, SCALE)
-    for request in prepare_plans(batch, keys.shape, torch.device("cpu")):
+    for request in prepare_plans(batch, keys.shape, queries.device):
         outputs[request.rows] = attend_planned(*tensors, request, layer, window, SCALE)
-    return outputs
+    return outputs.cpu()
 
 
 def random_tensors(rows: int, seed: int) -> list[torch.Tensor]:
@@ -106,6 +109,7 @@ def plan(rng: np.random.Generator, rows: int, kind: tuple, window: int | None) -
     return AttentionPlan(index, lister, tuple(made) if window is None else ())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @given(
     st.lists(request_kinds, min_size=1, max_size=4),
     st.none() | st.integers(1, 12),
@@ -115,7 +119,7 @@ def plan(rng: np.random.Generator, rows: int, kind: tuple, window: int | None) -
 )
 @settings(deadline=None)
 def test_rows_attend_to_what_their_plan_says(
-    kinds: list[tuple], window: int | None, layer: int, seed: int, gathered: bool
+    device: str, kinds: list[tuple], window: int | None, layer: int, seed: int, gathered: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     gathered = gathered and not any(kind[4] for kind in kinds)  # lists are causal by rows in order
@@ -123,12 +127,13 @@ def test_rows_attend_to_what_their_plan_says(
     plans = tuple(plan(rng, kind[0], kind, window) for kind in kinds)
     batch = replace(batch, attention=plans)
     tensors = random_tensors(batch.rows, seed)
-    actual = attended(batch, layer, window, tensors)
+    actual = attended(batch, layer, window, tensors, device)
     expected = naive_attention(batch, layer, window, SCALE, *tensors)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_all_cells_are_the_slots_themselves() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_cells_are_the_slots_themselves(device: str) -> None:
     batch = packed([(4, 30)], ())
     tensors = random_tensors(4, 0)
     index = uniform_ragged_index(batch.kv_slots[:20], LAYERS * KV_HEADS, SLOTS)
@@ -138,13 +143,15 @@ def test_all_cells_are_the_slots_themselves() -> None:
         kv_indptr=np.array([0, 10], np.int32),
         attention=(AttentionPlan(index),),
     )
-    dense = attended(batch, 1, None, tensors)
-    torch.testing.assert_close(attended(rest, 1, None, tensors), dense, rtol=0, atol=1e-6)
+    dense = attended(batch, 1, None, tensors, device)
+    torch.testing.assert_close(attended(rest, 1, None, tensors, device), dense, rtol=0, atol=1e-6)
 
 
-def test_an_infinite_key_is_seen_and_not_hidden() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_infinite_key_is_seen_and_not_hidden(device: str) -> None:
     batch = packed([(2, 9)], ())
     queries, keys, values = random_tensors(2, 0)
     keys[1, batch.kv_slots[0]] = torch.nan
-    found = attended(replace(batch, attention=(AttentionPlan(),)), 1, None, [queries, keys, values])
+    planned = replace(batch, attention=(AttentionPlan(),))
+    found = attended(planned, 1, None, [queries, keys, values], device)
     assert found.isnan().all()

@@ -15,7 +15,13 @@ from midfill.cli.bench.options import (
     UrlOption,
 )
 from midfill.cli.bench.peers import peers
-from midfill.cli.options import MethodOption, ModelArgument, ThreadsOption
+from midfill.cli.options import (
+    BackendOption,
+    DeviceOption,
+    MethodOption,
+    ModelArgument,
+    ThreadsOption,
+)
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_names
 from midfill.errors import OptionError
@@ -97,6 +103,8 @@ def speed(
     prefill: PrefillOption = "512,1500",
     contexts: ContextsOption = "16,1500",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each, whose medians are shown.")] = 5,
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -108,7 +116,9 @@ def speed(
         prefill=parse_counts(prefill), contexts=parse_counts(contexts), repeats=repeats
     )
     with show_steps("loading") as progress:
-        report = measure_speed(model or DEFAULT_MODEL, options, threads, progress)
+        report = measure_speed(
+            model or DEFAULT_MODEL, options, threads, progress, backend=backend, device=device
+        )
     publish(report, speed_table(report).drawn(), json)
 
 

@@ -7,6 +7,7 @@ from statistics import median
 
 import msgspec
 
+from midfill.config import Backend
 from midfill.engine.messages import EngineInfo
 from midfill.frontend.sampling import SamplingParams
 from midfill.llm import LLM
@@ -60,16 +61,30 @@ def measure_speed(
     options: SpeedOptions,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    backend: Backend = "auto",
+    device: str | None = None,
 ) -> SpeedReport:
     """Load ``model`` twice (the first time may compile and pack) and measure.
 
     Each prompt is new random tokens, so nothing is found in the cache. After them a model soon
     repeats itself, which speculation would turn into speed that real text doesn't have, so it is
     off. Prefill is timed up to the first token, decode from there.
+
+    Args:
+        model: a path or a name.
+        options: what to measure.
+        threads: of the CPU; None takes all cores this process may use.
+        progress: called with what is being done.
+        backend: what runs the model.
+        device: of the torch backend, such as "cuda:0".
+
+    Raises:
+        MidfillError: the model can't be found or loaded, or the device is not there.
     """
     progress(f"loading {model}")
-    LLM(model, threads=threads).close()
-    llm = LLM(model, threads=threads, speculation=False)
+    LLM(model, threads=threads, backend=backend, device=device).close()
+    llm = LLM(model, threads=threads, backend=backend, device=device, speculation=False)
     rng = random.Random(0)
 
     def prompt(length: int) -> list[int]:

@@ -9,7 +9,7 @@ import json
 import random
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,19 +56,25 @@ class Corpus:
         files: (root, file) pairs of text files. Names are relative to the root, and the search
             for a file's licence stops there.
         records: JSONL and parquet files.
+        shares: weight of each suffix among the files that are read, as long as there are files of
+            all. Empty for as many as there are.
     """
 
     files: tuple[tuple[Path, Path], ...]
     records: tuple[Path, ...]
+    shares: Mapping[str, float] = field(default_factory=dict)
     _licences: LicenceFinder = field(default_factory=LicenceFinder, compare=False, repr=False)
 
     @classmethod
-    def find(cls, sources: Iterable[Path], suffixes: Sequence[str]) -> "Corpus":
+    def find(
+        cls, sources: Iterable[Path], suffixes: Sequence[str], shares: Sequence[float] = ()
+    ) -> "Corpus":
         """Find the files of some sources.
 
         Args:
             sources: folders, ``.jsonl``, ``.jsonl.gz`` and ``.parquet`` files, or text files.
             suffixes: suffixes of the files to take from folders, such as ".py".
+            shares: weights of the suffixes, see ``Corpus``; one each, or none.
 
         Raises:
             MidfillError: a source is missing, or there is nothing to read.
@@ -90,13 +96,15 @@ class Corpus:
                 "suffixes in the recipe, and name "
                 f"{', '.join(RECORD_SUFFIXES)} files one by one"
             )
-        return cls(tuple(files), tuple(records))
+        weights = dict(zip(suffixes, shares, strict=True)) if shares else {}
+        return cls(tuple(files), tuple(records), weights)
 
     def read(self, seed: int) -> Iterator[Document]:
         """Read the documents in random order, one at a time.
 
         Files are shuffled over all folders, records among their neighbours. Both kinds are
-        interleaved in proportion to their number. Files that have become unreadable are skipped.
+        interleaved in proportion to their number, files of several suffixes by ``shares``. Files
+        that have become unreadable are skipped.
 
         Args:
             seed: of the order; the same seed gives the same order.
@@ -109,9 +117,9 @@ class Corpus:
         order.shuffle(files)
         streams = [_shuffle(read_record_documents(path), order) for path in self.records]
         weights = [1.0] * len(streams)
-        if files:
-            streams.append(self._read_files(files))
-            weights.append(max(1.0, len(files) / 1000))
+        for some, weight in self._groups(files):
+            streams.append(self._read_files(some))
+            weights.append(weight)
         while streams:
             at = order.choices(range(len(streams)), weights)[0]
             document = next(streams[at], None)
@@ -119,6 +127,22 @@ class Corpus:
                 del streams[at], weights[at]
             else:
                 yield document
+
+    def _groups(
+        self, files: list[tuple[Path, Path]]
+    ) -> Iterator[tuple[list[tuple[Path, Path]], float]]:
+        """Yield the files that are read in one order, and their weight beside a file of records."""
+        if not files:
+            return
+        weight = max(1.0, len(files) / 1000)
+        if not self.shares:
+            yield files, weight
+            return
+        least = min(self.shares.values())  # of files that are named one by one
+        shares = {path.suffix: self.shares.get(path.suffix, least) for _, path in files}
+        for suffix, share in sorted(shares.items()):
+            some = [each for each in files if each[1].suffix == suffix]
+            yield some, weight * share / sum(shares.values())
 
     def texts(self) -> list[str]:
         """Return all documents as text; of a record, every field that is text.

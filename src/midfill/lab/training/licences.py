@@ -1,6 +1,7 @@
 """Licences: which one a file is under, by its own header, its package or its folder."""
 
 import csv
+import json
 import re
 from collections.abc import Iterable, Iterator
 from email.parser import HeaderParser
@@ -113,8 +114,8 @@ class LicenceFinder:
     """Finds the licences of files, and caches what it read in each folder.
 
     In this order: the file's own SPDX line; then, in the file's folder and upwards to the root,
-    the installed package the file belongs to (``*.dist-info``), a package's ``PKG-INFO``, and a
-    licence file.
+    the installed package the file belongs to (``*.dist-info``), a package's ``PKG-INFO`` or
+    ``package.json``, and a licence file.
     """
 
     def __init__(self) -> None:
@@ -160,8 +161,10 @@ def _packaged_licences(folder: Path) -> dict[str, str]:
 
 
 def _own_licence(folder: Path) -> str | None:
-    """Return the licence named by a folder's own PKG-INFO or licence file."""
+    """Return the licence named by a folder's own PKG-INFO, package.json or licence file."""
     if (found := _metadata_licence(folder / "PKG-INFO")) is not None:
+        return found
+    if (found := _npm_licence(folder / "package.json")) is not None:
         return found
     for name in _LICENCE_FILES:
         try:
@@ -171,6 +174,15 @@ def _own_licence(folder: Path) -> str | None:
         # A licence names itself at its start; further down, others are often discussed.
         return spdx_of(text[:1500]) or spdx_of(text)
     return None
+
+
+def _npm_licence(path: Path) -> str | None:
+    """Return the licence in an npm package's description: an SPDX expression."""
+    try:
+        named = json.loads(path.read_bytes())["license"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return spdx_of(named) if isinstance(named, str) else None
 
 
 def _metadata_licence(path: Path) -> str | None:

@@ -32,6 +32,8 @@ class DataRecipe:
 
     Attributes:
         suffixes: suffixes of the files read from folders.
+        suffix_shares: weight of each suffix among the documents, as long as there are documents of
+            all; empty for as many as there are files.
         documents: maximum number of documents per pass; None reads all.
         windows: maximum number of examples per document and pass.
         prefix_characters, suffix_characters: minimum and maximum length of the context on either
@@ -69,6 +71,7 @@ class DataRecipe:
     """
 
     suffixes: tuple[str, ...] = (".py",)
+    suffix_shares: tuple[float, ...] = ()
     documents: int | None = None
     windows: int = 2
     prefix_characters: tuple[int, int] = (40, 1100)
@@ -116,6 +119,12 @@ class DataRecipe:
         _check_weights(self, "line", "block", "span")
         _check_minimum(0, self, "nothing")
         _check_weights(self, "psm", "spm", "efim", "planned")
+        shares = self.suffix_shares
+        if shares and (len(shares) != len(self.suffixes) or min(shares) <= 0):
+            raise MidfillError(
+                f"suffix_shares must have a number above 0 for each of {', '.join(self.suffixes)},"
+                f" not {list(shares)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
