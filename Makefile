@@ -27,6 +27,9 @@ CALLS ?= 50000
 serve: $(VENV)/.installed
 	$(BIN)/midfill serve $(ARGS)
 
+# The processes that tests start, several hundred, share the compiled modules of the first.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)

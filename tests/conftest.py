@@ -3,6 +3,7 @@
 Where torch, or a library that needs it, is not installed, tests that import it are skipped.
 """
 
+import gc
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from tiny_checkpoints import write_tiny
 
 from midfill.system.cache import cache_folder
+from midfill.system.process import freeze_objects
 
 # A machine that is busy makes no test wrong.
 settings.register_profile("midfill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tiny models gain nothing from torch's threads, and lose much where cores are busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.add_cleanup(lambda: shutil.rmtree(tests, ignore_errors=True))
+    # Modules and tests are millions of objects that stay; see pytest_collection_finish.
+    gc.disable()
+    config.add_cleanup(gc.enable)
+
+
+def pytest_collection_finish() -> None:
+    """Have garbage collections look at what tests make, not at the tests and their modules."""
+    freeze_objects()
+    gc.enable()
 
 
 _MISSING = [name for name in ("torch", "accelerate", "peft") if find_spec(name) is None]

@@ -66,6 +66,15 @@ def test_what_others_call_becomes_machine_code_with_them_alone(
     assert made == ["total", "pair"]
 
 
+def test_the_code_of_what_others_call_is_kept_once_however_often_it_is_linked() -> None:
+    total, pair, scaled = chain()
+    assert total(X) == 40.0
+    assert pair(X, 1) == 5.0
+    for part in (pair, scaled):
+        for linked in part._linked.overloads.values():
+            assert linked.library._get_module_for_linking() is linked.library._final_module
+
+
 def test_a_literal_counts_as_any_other_argument_of_its_type() -> None:
     total, pair, scaled = chain()
     assert total(X) == 40.0

@@ -12,6 +12,7 @@ themselves as well (``Kernel.optimize_first``).
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llvmlite.binding import Linkage
 from numba import types
 from numba.core import sigutils
 from numba.core.codegen import JITCodeLibrary
@@ -34,7 +35,19 @@ class _LinkedLibrary(JITCodeLibrary):
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         self._optimize()
         self._finalize_dynamic_globals()
+        self._share()
         self._finalized = True
+
+    def _share(self) -> None:
+        """Let callers link the IR itself: each may then hold a copy of these functions.
+
+        Numba lets them link a copy. All kernels' IR takes a hundred megabytes once, since each
+        holds that of its callees, and nothing but linking uses it.
+        """
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.external:
+                function.linkage = "linkonce_odr"
+        self._shared_module: Any = self._final_module
 
     def _optimize(self) -> None:
         pass

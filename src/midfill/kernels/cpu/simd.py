@@ -9,6 +9,7 @@ Offsets are in elements of their array.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -99,10 +100,14 @@ _IMPLIED = {
 """Features that a chip with the feature on the left has too."""
 
 
-def _with_implied(feature: str) -> set[str]:
-    return {feature}.union(*(_with_implied(other) for other in _IMPLIED.get(feature, ())))
+@cache
+def _with_implied(feature: str) -> frozenset[str]:
+    return frozenset({feature}).union(
+        *(_with_implied(other) for other in _IMPLIED.get(feature, ()))
+    )
 
 
+@cache  # compiling the forward pass asks 700 times
 def enabled_features(settings: str) -> frozenset[str]:
     """Return the features that LLVM settings such as "+avx2,-fma" enable.
 

@@ -1,22 +1,14 @@
 """Log probabilities of prompts, as evaluation harnesses ask for them, and the best of several."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from running_server import RunningServer, start
+from running_server import RunningServer
 from tiny_checkpoints import tiny_tokenizer
 
 PROMPT = "def f(tokenizer):\n    return tokenizer.encode("
 TOKENS = tiny_tokenizer().encode(PROMPT).ids
-
-
-@pytest.fixture(scope="module")
-def server(tiny_folder: Path) -> Iterator[RunningServer]:
-    with start(tiny_folder, "--kv-memory", "4MB") as server:
-        yield server
 
 
 def logprobs_of(server: RunningServer, **body: object) -> dict[str, Any]:
