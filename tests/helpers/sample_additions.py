@@ -195,9 +195,9 @@ ADDITIONS: Mapping[str, Addition] = {
             Entry(f"{PACKAGE}/models/families.py", f"{NAME}, ", "llama, gemma3, granite"),
         ),
         """
-import json, pathlib, shutil, tempfile
+import json, pathlib, shutil
 from midfill.models.checkpoints.opening import open_checkpoint
-folder = pathlib.Path(shutil.copytree(tiny, tempfile.mkdtemp() + "/sampled"))
+folder = pathlib.Path(shutil.copytree(tiny, "sampled-model"))
 config = json.loads((folder / "config.json").read_text()) | {"model_type": "sampled"}
 (folder / "config.json").write_text(json.dumps(config))
 assert open_checkpoint(folder).config.family == "sampled"
