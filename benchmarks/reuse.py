@@ -497,9 +497,8 @@ def reuse_table(report: ReuseReport) -> ResultTable:
         " of the first token's distribution from the exact one, in nats. Same: answers whose first"
         " line is that of the exact one. Right: answers whose first line is the text that was"
         " there, and in brackets the difference in points with its 95% interval. Tokens: of a"
-        " prompt, and how"
-        f" many of them are no cached prefix. {report.machine}; load {report.load:.1f} when it"
-        " began.",
+        f" prompt, and how many of them are no cached prefix. {report.machine}; load"
+        f" {report.load:.1f} when it began.",
     )
 
 
