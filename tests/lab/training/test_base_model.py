@@ -10,7 +10,7 @@ import torch
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
 
 from midfill.errors import MidfillError
-from midfill.lab.training.base_model import attend_padded, load_base_model, packed_attention
+from midfill.lab.training.base_model import load_base_model, packed_attention
 from midfill.models.checkpoints.opening import open_checkpoint
 
 LENGTHS = (50, 1, 30, 70)  # longer than every sliding window, and a single token
@@ -115,37 +115,6 @@ def test_float32_attention_and_gradients_are_those_of_a_naive_reference(
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-
-
-def test_padded_attention_and_gradients_are_those_of_a_naive_reference() -> None:
-    tensors = inputs(4, torch.float32)
-    result = attend_padded(*tensors, tuple(STARTS), 0.3)
-    expected = naive(*tensors, 0.3, None)
-    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
-    direction = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
-    for ours, theirs in zip(
-        torch.autograd.grad(result, tensors, direction),
-        torch.autograd.grad(expected, tensors, direction),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_attends_as_the_cpu_does(window: int | None, dtype: torch.dtype) -> None:
-    tensors = [each.detach() for each in inputs(2, dtype)]
-    result, _ = packed_attention(
-        torch.nn.Module(),
-        *[each.cuda() for each in tensors],
-        None,
-        cu_seq_lens_q=STARTS,
-        sliding_window=window,
-    )
-    expected = naive(*[each.float() for each in tensors], 1 / math.sqrt(8), window)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(result.cpu().float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -5,7 +5,6 @@ It is registered with transformers as ``PACKED_ATTENTION``. The bounds of the ex
 ``cu_seq_lens_q``, as in transformers' own packed attention.
 """
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -143,7 +142,9 @@ def _set_rope_frequencies(model: nn.Module, config: ModelConfig) -> None:
         if hasattr(module, "inv_freq"):
             module.register_buffer("inv_freq", frequencies, persistent=False)
             module.register_buffer("original_inv_freq", frequencies.clone(), persistent=False)
-            vars(module).update(attention_scaling=factor, rope_type="default")
+            # nn.Module is typed as if all attributes were tensors or modules.
+            module.attention_scaling = factor  # type: ignore[assignment]
+            module.rope_type = "default"  # type: ignore[assignment]
 
 
 PACKED_ATTENTION = "midfill_packed"
@@ -179,8 +180,6 @@ def packed_attention(
     if groups > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if sliding_window is None and query.device.type != "cpu":
-        return attend_padded(query, key, value, tuple(cu_seq_lens_q), scale), None
     lengths = [stop - start for start, stop in pairwise(cu_seq_lens_q)]
     queries, keys, values = (torch.split(each, lengths, dim=2) for each in (query, key, value))
     parts = [
@@ -188,49 +187,6 @@ def packed_attention(
         for example in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
-
-
-def attend_padded(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: tuple[int, ...],
-    scale: float,
-) -> torch.Tensor:
-    """Compute causal attention within each example in one call, for devices that launch kernels.
-
-    Examples are padded at their end to the longest one's length: no query sees a later key.
-
-    Args:
-        query, key, value: [1, heads, tokens, head_dim].
-        bounds: where each example starts, and the row's length.
-        scale: factor of the scores.
-
-    Returns:
-        [1, tokens, heads, head_dim].
-    """
-    places, kept = _padded_places(bounds, query.device)
-    queries, keys, values = (
-        each[0].transpose(0, 1)[places].transpose(1, 2) for each in (query, key, value)
-    )
-    outputs = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
-    return outputs.transpose(1, 2).flatten(0, 1)[kept][None]
-
-
-@lru_cache(maxsize=8)  # all layers of a row ask for the same ones
-def _padded_places(
-    bounds: tuple[int, ...], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row's token at each place, int64 [examples, longest], and each token's place.
-
-    The latter, int64 [tokens], counts the places of all examples.
-    """
-    starts, ends = np.array(bounds[:-1]), np.array(bounds[1:])
-    longest = int((ends - starts).max())
-    at = np.arange(longest)
-    places = np.minimum(starts[:, None] + at, ends[:, None] - 1)
-    kept = np.flatnonzero(at < (ends - starts)[:, None])
-    return torch.from_numpy(places).to(device), torch.from_numpy(kept).to(device)
 
 
 def _attend(

@@ -30,8 +30,7 @@ from torch.nn.functional import linear
 
 from midfill.lab.training.examples import PackedRow
 
-_CHUNK = 64  # tokens; their logits stay in a CPU's last-level cache
-_DEVICE_CHUNK = 1024  # tokens; fewer kernels, and 200 MB per array with a vocabulary of 50,000
+_CHUNK = 64  # tokens; their logits stay in the last-level cache
 
 
 _MAX_SHARE = 1 - 1e-6  # of the end token, when the others are asked for
@@ -104,9 +103,8 @@ class _VocabularyLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         loss = torch.zeros((), device=hidden.device)
-        chunk = _CHUNK if hidden.device.type == "cpu" else _DEVICE_CHUNK
-        for first in range(0, len(hidden), chunk):
-            part = slice(first, first + chunk)
+        for first in range(0, len(hidden), _CHUNK):
+            part = slice(first, first + _CHUNK)
             rows = hidden[part].to(head.dtype)
             part_loss, gradient = _loss_and_gradient(rows, head, targets, teaching, part)
             loss += part_loss
