@@ -3,10 +3,11 @@ together."""
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from made_methods import make_method
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
@@ -16,6 +17,7 @@ from midfill.methods.registry import resolve_method
 from midfill.methods.shelf import AllowedMethods
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.torch.runner import TorchRunner
 from serving import Answer, build_engine, preempting_every, request, same, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -131,6 +133,16 @@ def test_methods_that_cannot_stand_together_are_named_when_the_engine_starts(
         engine(runner, specification)
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
+
+
+def test_methods_that_act_on_long_prompts_alone_are_refused_at_the_start_as_well(
+    tmp_path: Path,
+) -> None:
+    folder = write_tiny("llama", tmp_path / "long", max_position_embeddings=4096)
+    runner = TorchRunner(open_checkpoint(folder), slots=8)
+    both = make_method("flexprefill+lazyllm", runner.config)  # every prompt up to 1,024 is dense
+    with pytest.raises(InvalidRequestError, match="can't stand together"):
+        build_engine(runner, method=both)
 
 
 def test_a_request_that_names_them_is_refused_and_nothing_else_is_disturbed(

@@ -29,6 +29,9 @@ from midfill.methods.sparse_prefill.sequence import SparsePrefillKind
 from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.runner import Runner
 
+_TRIAL_TOKENS = 1024
+"""A trial has room for files, however short the model's context is."""
+
 
 class MethodKinds:
     """The kinds of methods that an engine knows, over all of its sequences.
@@ -46,6 +49,7 @@ class MethodKinds:
             further: kinds beside those that the shelf has.
         """
         self._slots = runner.slots
+        self._longest = max(_TRIAL_TOKENS, runner.config.context)
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
         # In the order in which they arrange a sequence's rows.
@@ -64,7 +68,7 @@ class MethodKinds:
         Raises:
             InvalidRequestError: two of them can't; names both, and why.
         """
-        trial = _Trial()
+        trial = _Trial(self._longest)
         facts = RequestFacts(trial.prompt_length, trial.prompt_length, contexts=(1, 300, 600))
         self.attach(method, facts, trial)
 
@@ -116,12 +120,13 @@ class MethodKinds:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A sequence that is never run; implements ``SequenceView``."""
+    """A sequence that is never run; implements ``SequenceView``.
 
+    It has the longest prompt, since some methods act on long ones only.
+    """
+
+    prompt_length: int
     tenant: str = ""
-    prompt_length: int = 1024
-    length: int = 1024
-    max_length: int = 1025
     computed: int = 0
     checked_tokens: int = 0
     may_be_empty: bool = False
@@ -129,6 +134,16 @@ class _Trial:
     kv: SequenceKV | None = None
 
     @property
+    def length(self) -> int:
+        """The prompt's: nothing is answered yet."""
+        return self.prompt_length
+
+    @property
+    def max_length(self) -> int:
+        """Room for one token of an answer."""
+        return self.prompt_length + 1
+
+    @property
     def tokens(self) -> Int32Array:
-        """[1024] int32."""
+        """[prompt_length] int32."""
         return np.zeros(self.prompt_length, np.int32)
