@@ -3,12 +3,14 @@
 import json
 import logging
 import os
+import pickle
 import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numpy as np
 import pytest
 
@@ -70,6 +72,22 @@ def test_a_function_is_compiled_once_per_signature(tmp_path: Path) -> None:
     assert function(np.arange(4)) == 12
     assert sum(function.stats.cache_misses.values()) == 1
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_stored_is_machine_code_without_its_ir(tmp_path: Path) -> None:
+    assert kept(tmp_path)(np.arange(4.0)) == 12.0
+    (file,) = tmp_path.iterdir()
+    (_, _, (_, bitcode)), *_ = pickle.loads(file.read_bytes()[compiled_module._DIGEST_BYTES :])
+    functions = [
+        each
+        for each in llvmlite.binding.parse_bitcode(bitcode).functions
+        if not each.is_declaration
+    ]
+    assert any("doubled" in each.name for each in functions)
+    for function in functions:
+        assert [step.opcode for block in function.blocks for step in block.instructions] == [
+            "unreachable"
+        ]
 
 
 @pytest.mark.parametrize("keep", [0, 10, 1000, -1])

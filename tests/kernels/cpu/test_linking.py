@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from numba.core.codegen import JITCodeLibrary
 
-from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type, optimized_first
+from midfill.kernels.cpu.jit import (
+    inlined_kernel,
+    kernel,
+    kernel_by_number,
+    kernel_by_type,
+    optimized_first,
+)
 from midfill.kernels.cpu.linking import Kernel
 
 
@@ -100,3 +106,42 @@ def test_what_is_chosen_by_type_is_linked_too() -> None:
     assert chosen(np.array([3.0])) == 1.5
     with pytest.raises(TypeError, match="only kernels"):
         choose(X)
+
+
+def test_what_an_inlined_kernel_calls_is_inlined_only_if_it_says_so() -> None:
+    total, pair, scaled = chain()
+    assert total(X) == 40.0
+    flags = [
+        [linked.library.get_llvm_str().count("alwaysinline") > 0 for linked in overloads]
+        for overloads in (part._linked.overloads.values() for part in (scaled, pair))
+    ]
+    assert flags == [[False], [True]]
+
+
+def test_one_kernel_of_several_is_called_by_its_number() -> None:
+    def adds(amount: int) -> Any:
+        @kernel
+        def add(out, at):  # type: ignore[no-untyped-def]
+            out[at] += amount
+
+        return add
+
+    by_number = kernel_by_number({3: adds(30), 1: adds(10), 7: adds(70)})
+
+    @kernel
+    def run(numbers, out):  # type: ignore[no-untyped-def]
+        for at in range(len(numbers)):
+            by_number(numbers[at], out, at)
+
+    out = np.zeros(4, np.int64)
+    run(np.array([1, 3, 7, 5]), out)
+    assert out.tolist() == [10, 30, 70, 70]
+    assert len(by_number.linked_signatures) == 1
+    only = kernel_by_number({2: adds(20)})
+
+    @kernel
+    def run_only(out):  # type: ignore[no-untyped-def]
+        only(9, out, 0)
+
+    run_only(out)
+    assert out[0] == 30

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 from filelock import FileLock, Timeout
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
@@ -43,9 +44,13 @@ class CompiledCache:
         function: the Python function.
         folder: where the files are kept. Its name must change with the source of every function
             that this one calls; changes of the function's own file are detected here.
+        makes_arrays: whether the function allocates arrays.
     """
 
-    def __init__(self, function: Callable[..., Any], folder: Path) -> None:
+    def __init__(
+        self, function: Callable[..., Any], folder: Path, *, makes_arrays: bool = False
+    ) -> None:
+        self._makes_arrays = makes_arrays
         self._name = function.__qualname__
         self._folder = folder
         self._source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()
@@ -74,7 +79,8 @@ class CompiledCache:
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Return the function compiled for a signature and this chip, or None if not cached."""
-        target_context.refresh()
+        if self._makes_arrays:
+            target_context.refresh()  # links Numba's runtime
         stored = _read_trusted(self._path(signature, target_context.codegen()))
         if stored is None:
             return None
@@ -88,7 +94,7 @@ class CompiledCache:
         """Store a compilation, if the folder can be written."""
         if compiled.library.has_dynamic_globals:
             return  # it holds addresses of this process
-        code = dumps(compiled._reduce())
+        code = dumps(_without_ir(*compiled._reduce()))
         stored = hashlib.sha256(code).digest() + code
         with suppress(OSError):  # ``store_file`` logs why the folder can't be made
             self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -101,6 +107,27 @@ class CompiledCache:
         """Return the file of a signature on this chip and Python version (code is pickled)."""
         key = (str(signature), codegen.magic_tuple(), sys.implementation.cache_tag, self._source)
         return self._folder / f"{self._name}-{hashlib.sha256(repr(key).encode()).hexdigest()}"
+
+
+def _without_ir(library: tuple[str, str, tuple[bytes, bytes]], *others: Any) -> tuple[Any, ...]:
+    """Leave the IR out of a reduced compilation: an entry point is never linked to other kernels.
+
+    Numba takes from it which symbols the machine code defines, so these are left there.
+    """
+    name, kind, (machine_code, bitcode) = library
+    module = llvmlite.binding.parse_bitcode(bitcode)
+    symbols = [
+        f'define void @"{each.name}"() {{ unreachable }}'
+        for each in module.functions
+        if not each.is_declaration
+    ]
+    symbols += [
+        f'@"{each.name}" = global i8 0'
+        for each in module.global_variables
+        if not each.is_declaration
+    ]
+    stub = llvmlite.binding.parse_assembly("\n".join(symbols)).as_bitcode()
+    return (name, kind, (machine_code, stub)), *others
 
 
 def _read_trusted(path: Path) -> bytes | None:

@@ -39,14 +39,16 @@ def compiled_folder(package: Path | None = None) -> Path:
     return cache_folder() / "kernels" / digest.hexdigest()[:16]
 
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
+# Numba lets a function that is first compiled for a call in an inlined one be inlined everywhere,
+# unless its own options say whether it is.
+_OPTIONS = {
+    "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False,
+    "forceinline": False,
+}  # fmt: skip
 
 
 def _compiled(function: F, *, makes_arrays: bool = False, inline: bool = False) -> F:
-    options = _OPTIONS | {"_nrt": makes_arrays}
-    if inline:
-        options["forceinline"] = True
-    compiled: Any = Kernel(function, options)
+    compiled: Any = Kernel(function, _OPTIONS | {"_nrt": makes_arrays, "forceinline": inline})
     return compiled
 
 
@@ -103,24 +105,15 @@ def kernel_by_number(kernels: Mapping[int, Callable[..., Any]]) -> Any:
     Numbers are compared in the order of ``kernels``, the likeliest first; the last one is called
     for all others. Every kernel returns nothing and takes the arguments after the number.
     """
-    (number, named), *others = kernels.items()
-
-    @inlined_kernel
-    def call(chosen: int, *arguments: Any) -> None:
-        named(*arguments)
-
-    if not others:
-        return call
-    otherwise = kernel_by_number(dict(others))
-
-    @inlined_kernel
-    def choose(chosen: int, *arguments: Any) -> None:
-        if chosen == number:
-            named(*arguments)
-        else:
-            otherwise(chosen, *arguments)
-
-    return choose
+    *compared, last = kernels
+    # One function of many branches: a nest of functions would be compiled as often as it is deep.
+    lines = ["def call(number, *arguments):"]
+    for number in compared:
+        lines += [f"    if number == {number}:", f"        return kernel_{number}(*arguments)"]
+    lines.append(f"    return kernel_{last}(*arguments)")
+    names: dict[str, Any] = {f"kernel_{number}": each for number, each in kernels.items()}
+    exec("\n".join(lines), names)
+    return inlined_kernel(names["call"])
 
 
 def entry_point(function: F) -> F:
@@ -148,5 +141,5 @@ def compiled_for(function: Callable[..., Any], *arguments: Any) -> Callable[...,
 def allocating_entry_point(function: F) -> F:
     """Compile like ``entry_point`` a function that allocates arrays."""
     compiled: Any = _compiled(function, makes_arrays=True)
-    compiled._cache = CompiledCache(function, compiled_folder())
+    compiled._cache = CompiledCache(function, compiled_folder(), makes_arrays=True)
     return compiled

@@ -10,6 +10,7 @@ themselves as well (``Kernel.optimize_first``).
 """
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 from llvmlite.binding import Linkage
@@ -52,12 +53,18 @@ class _LinkedLibrary(JITCodeLibrary):
     def _optimize(self) -> None:
         pass
 
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
 
 class _OptimizedLibrary(_LinkedLibrary):
     """IR that is optimised before it is linked."""
 
     def _optimize(self) -> None:
         self._optimize_final_module()
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        JITCodeLibrary._optimize_functions(self, ll_module)
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -122,15 +129,17 @@ class Kernel(CPUDispatcher):
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         options = {**options, "nopython": True}
         super().__init__(function, targetoptions=options)
-        self._linked = self._part(LinkedCompiler)
+        self._link_compiler: type[LinkedCompiler] = LinkedCompiler
 
     def optimize_first(self) -> None:
         """Let the code be optimised by itself before it is linked, and again after that."""
-        self._linked = self._part(_OptimizingCompiler)
+        self._link_compiler = _OptimizingCompiler
 
-    def _part(self, compiler: type[LinkedCompiler]) -> CPUDispatcher:
+    @cached_property
+    def _linked(self) -> CPUDispatcher:
+        """What other kernels call."""
         return CPUDispatcher(
-            self.py_func, targetoptions=dict(self.targetoptions), pipeline_class=compiler
+            self.py_func, targetoptions=dict(self.targetoptions), pipeline_class=self._link_compiler
         )
 
     @property
