@@ -4,9 +4,9 @@ Numba optimises every function by itself, makes machine code of it and a wrapper
 call. A caller then links the optimised code in and all of that begins anew. The kernels of a
 forward pass lie ten calls deep, so most of their code would be compiled ten times.
 
-Here a kernel that is called by another one is only translated to LLVM's IR. It is optimised, and
-becomes machine code, once: inside of the function that Python calls. A few kernels are optimised by
-themselves as well (``Kernel.optimize_first``).
+Here a kernel that is called by another one is only translated to LLVM's IR. It is linked, optimised
+and becomes machine code once: inside of the function that Python calls. A few kernels are optimised
+by themselves as well, with what they call (``Kernel.optimize_first``).
 """
 
 from collections.abc import Callable, Mapping
@@ -26,41 +26,47 @@ from midfill.kernels.cpu.compiled import CompiledCache
 
 
 class _LinkedLibrary(JITCodeLibrary):
-    """IR of a kernel and of all kernels that it calls."""
+    """IR of a kernel, which callers link together with that of all kernels that it calls."""
 
     def finalize(self) -> None:
-        """Link the called kernels in; optimise nothing and make no machine code."""
+        """Optimise nothing and make no machine code."""
         self._raise_if_finalized()
-        for library in dict.fromkeys(self._linking_libraries):
-            self._reload_init.update(library._reload_init)
-            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
-        self._optimize()
+        self._link()
         self._finalize_dynamic_globals()
         self._share()
         self._finalized = True
 
+    def linked(self) -> list[Any]:
+        """Return the libraries that callers link."""
+        return [self, *dict.fromkeys(self._linking_libraries)]
+
+    def _link(self) -> None:
+        pass
+
     def _share(self) -> None:
         """Let callers link the IR itself: each may then hold a copy of these functions.
 
-        Numba lets them link a copy. All kernels' IR takes a hundred megabytes once, since each
-        holds that of its callees, and nothing but linking uses it.
+        Numba lets them link a copy, and keeps both.
         """
         for function in self._final_module.functions:
             if not function.is_declaration and function.linkage == Linkage.external:
                 function.linkage = "linkonce_odr"
         self._shared_module: Any = self._final_module
 
-    def _optimize(self) -> None:
-        pass
-
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
 
 
 class _OptimizedLibrary(_LinkedLibrary):
-    """IR that is optimised before it is linked."""
+    """IR of a kernel and of all kernels that it calls, optimised before it is linked."""
 
-    def _optimize(self) -> None:
+    def linked(self) -> list[Any]:
+        return [self]
+
+    def _link(self) -> None:
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         self._optimize_final_module()
 
     def _optimize_functions(self, ll_module: Any) -> None:
@@ -82,7 +88,7 @@ class _LinkedLowering(NativeLowering):
         # Callers look the function up by its entry point, which must be a builtin of its own.
         entry_point = [].copy  # type: ignore[var-annotated]
         lowered = state["cr"]
-        state.targetctx.insert_user_function(entry_point, lowered.fndesc, [state.library])
+        state.targetctx.insert_user_function(entry_point, lowered.fndesc, state.library.linked())
         state["cr"] = lowered._replace(cfunc=entry_point)
         return True
 
