@@ -11,17 +11,21 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import cast, get_args
-
-import numpy as np
 
 from midfill.arrays import Float32Array
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.huggingface import SafetensorsFile
-from midfill.models.checkpoints.lora_merge import DEFAULT_ROUNDING, LoraUpdate, Rounding
+from midfill.models.checkpoints.lora_update import (
+    DEFAULT_ROUNDING,
+    LoraUpdate,
+    ReplacedRows,
+    Rounding,
+)
 from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT, read_needs
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.models.families import huggingface_names
@@ -80,19 +84,6 @@ class AdapterRecord:
 
 
 @dataclass(frozen=True)
-class ReplacedRows:
-    """New rows for some tokens of an embedding or LM head.
-
-    Attributes:
-        token_ids: the rows' tokens, each once.
-        values: float32 [len(token_ids), hidden].
-    """
-
-    token_ids: tuple[int, ...]
-    values: Float32Array
-
-
-@dataclass(frozen=True)
 class Adapter:
     """An adapter that is known to fit its base.
 
@@ -101,14 +92,22 @@ class Adapter:
         updates: canonical tensor name -> the update that is added to it.
         rows: canonical tensor name -> rows of it that are replaced.
         record: the content of its midfill.json.
-        fingerprint: hex digest of everything that changes weights.
+        config, weights: the files that say how weights change.
     """
 
     path: Path
     updates: Mapping[str, LoraUpdate]
     rows: Mapping[str, ReplacedRows]
     record: AdapterRecord
-    fingerprint: str
+    config: "LoraConfig"
+    weights: SafetensorsFile
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that changes weights."""
+        digest = hashlib.sha256(self.config.content)
+        digest.update(self.weights.bytes_at(slice(0, len(self.weights))))
+        return digest.hexdigest()
 
     @property
     def name(self) -> str:
@@ -137,9 +136,7 @@ def load_adapter(path: Path, base: Checkpoint) -> Adapter:
     record = read_record(path / RECORD_FILE, base)
     weights = SafetensorsFile(path / WEIGHTS_FILE)
     updates, rows = _TensorReader(config, weights, base.config).read()
-    digest = hashlib.sha256(config.path.read_bytes())
-    digest.update(weights.bytes_at(slice(0, len(weights))))
-    return Adapter(path, updates, rows, record, digest.hexdigest())
+    return Adapter(path, updates, rows, record, config, weights)
 
 
 def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
@@ -228,6 +225,7 @@ class LoraConfig:
 
     Attributes:
         path: the file.
+        content: its bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,6 +236,7 @@ class LoraConfig:
         """
         self.path = path
         self._fields = read_json(path)
+        self.content = path.read_bytes()
         self._check_kind()
         self._rank_pattern = self._patterns("rank_pattern")
         self._alpha_pattern = self._patterns("alpha_pattern")
@@ -415,9 +414,4 @@ class _TensorReader:
                 f"{CONFIG_FILE} ask for {list(shape)}"
             )
         stored = StoredTensor(key, entry.shape, entry.kind, self._weights.data(key))
-        values = stored.to_float32()
-        if not np.isfinite(values).all():
-            raise CheckpointError(
-                f"{self._weights.path}: tensor {key!r} holds values that are not finite"
-            )
-        return values
+        return stored.to_float32()
