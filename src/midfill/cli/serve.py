@@ -39,18 +39,24 @@ def serve(
 def _run(options: "ServeOptions") -> None:
     """Run the server; show how loading goes, and then the banner."""
     from midfill.cli.progress import show_progress
+    from midfill.engine.process.supervision import EngineProcess
     from midfill.models.checkpoints.model_store import resolve
-    from midfill.serving.server.run import run_server
+    from midfill.system.process import without_collections
 
-    with ExitStack() as shown:
+    with ExitStack() as shown, ExitStack() as started:
         progress = shown.enter_context(show_progress(_log.info))
         path = resolve(options.model, progress)
+        # Two processes load their libraries at the same time.
+        process = EngineProcess.spawn()
+        started.callback(process.discard)
+        with without_collections():
+            from midfill.serving.server.run import run_server
 
         def ready(url: str, info: "EngineInfo", service: "ModelService") -> None:
             shown.close()
             typer.echo(banner(url, info, service))
 
-        run_server(options, path, progress, ready)
+        run_server(options, path, progress, ready, process)
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
