@@ -9,7 +9,10 @@ def main() -> None:
     from midfill.system.process import without_collections
 
     with without_collections():
-        from midfill.cli.app import app
+        if sys.argv[1:2] == ["serve"]:
+            from midfill.cli.serve import app
+        else:
+            from midfill.cli.app import app
 
     sys.exit(run(app))
 
