@@ -9,13 +9,12 @@ PEFT's files don't say.
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import cast, get_args
 
-from midfill.arrays import Float32Array
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -336,7 +335,7 @@ class _TensorReader:
             if theirs.endswith(".weight") and len(self._shapes[name]) == 2
         }
 
-    def read(self) -> tuple[dict[str, LoraUpdate], dict[str, ReplacedRows]]:
+    def read(self) -> tuple[Mapping[str, LoraUpdate], Mapping[str, ReplacedRows]]:
         """Return updates and replaced rows by canonical tensor name.
 
         Raises:
@@ -360,7 +359,7 @@ class _TensorReader:
         updates = {
             self._modules[module]: self._update(module, keys) for module, keys in sides.items()
         }
-        return updates, rows
+        return _Updates(updates), rows
 
     def _check_module(self, key: str, module: str) -> None:
         if module in self._modules:
@@ -374,7 +373,8 @@ class _TensorReader:
             reason = f"a {self._model.family} model has no such layer"
         raise CheckpointError(f"{self._weights.path}: tensor {key!r} fits nothing: {reason}")
 
-    def _update(self, module: str, keys: Mapping[str, str]) -> LoraUpdate:
+    def _update(self, module: str, keys: Mapping[str, str]) -> Callable[[], LoraUpdate]:
+        """Check an update; return what reads it."""
         if len(keys) < 2:
             (present,) = keys.values()
             missing = "B" if "A" in keys else "A"
@@ -389,9 +389,10 @@ class _TensorReader:
             )
         outputs, inputs = self._shapes[name]
         rank = self._config.rank(module)
-        down = self._array(keys["A"], (rank, inputs))
-        up = self._array(keys["B"], (outputs, rank))
-        return LoraUpdate(down, up, self._config.scale(module))
+        down = self._stored(keys["A"], (rank, inputs))
+        up = self._stored(keys["B"], (outputs, rank))
+        scale = self._config.scale(module)
+        return lambda: LoraUpdate(down.to_float32(), up.to_float32(), scale)
 
     def _rows(self, key: str, module: str) -> ReplacedRows:
         vocab, hidden = self._shapes[self._modules[module]]
@@ -404,14 +405,29 @@ class _TensorReader:
                 )
         if len(set(token_ids)) < len(token_ids):
             raise CheckpointError(f"{self._config.path}: trainable_token_indices repeats a token")
-        return ReplacedRows(token_ids, self._array(key, (len(token_ids), hidden)))
+        return ReplacedRows(token_ids, self._stored(key, (len(token_ids), hidden)).to_float32())
 
-    def _array(self, key: str, shape: tuple[int, ...]) -> Float32Array:
+    def _stored(self, key: str, shape: tuple[int, ...]) -> StoredTensor:
         entry = self._weights.entries[key]
         if entry.shape != shape:
             raise CheckpointError(
                 f"{self._weights.path}: tensor {key!r} has shape {list(entry.shape)}, the base and "
                 f"{CONFIG_FILE} ask for {list(shape)}"
             )
-        stored = StoredTensor(key, entry.shape, entry.kind, self._weights.data(key))
-        return stored.to_float32()
+        return StoredTensor(key, entry.shape, entry.kind, self._weights.data(key))
+
+
+class _Updates(Mapping[str, LoraUpdate]):
+    """Updates by tensor name, each read when it is asked for; a server never asks."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], LoraUpdate]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> LoraUpdate:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
