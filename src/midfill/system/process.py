@@ -78,9 +78,10 @@ def raise_open_file_limit(wanted: int) -> int:
 
     A limit that is higher already stays. Without such limits (Windows), returns ``wanted``.
     """
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:
         return wanted
-    import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY

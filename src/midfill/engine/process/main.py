@@ -66,6 +66,9 @@ class _Channel:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        if key := os.environ.pop(messages.KEY_VARIABLE, ""):
+            own, self._socket.curve_secretkey = zmq.curve_keypair()
+            self._socket.curve_publickey, self._socket.curve_serverkey = own, key.encode()
         self._socket.connect(address)
 
     def send(self, message: messages.FromEngine) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -58,11 +59,11 @@ class EngineProcess:
         try:
             for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
                 socket.setsockopt(option, 0)
-            address = f"ipc://{folder}/engine"
-            socket.bind(address)
+            address, key = _bind(socket, folder)
             child = subprocess.Popen(
                 [sys.executable, "-m", "midfill.engine.process.main", address],
                 stdin=subprocess.PIPE,
+                env=os.environ | {messages.KEY_VARIABLE: key},
             )
         except BaseException:
             socket.close()
@@ -164,6 +165,22 @@ class EngineProcess:
     def _release(self) -> None:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _bind(socket: zmq.asyncio.Socket, folder: str) -> tuple[str, str]:
+    """Bind a socket to what no other user can reach; return address and key, "" where it has none.
+
+    ZeroMQ's wheels for Windows have no sockets in files. One of TCP can be reached by all users of
+    the machine, but those who don't know its key can't say anything there.
+    """
+    if zmq.has("ipc"):
+        address = f"ipc://{folder}/engine"
+        socket.bind(address)
+        return address, ""
+    public, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_server = True
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    return f"tcp://127.0.0.1:{port}", public.decode()
 
 
 def _encode(message: messages.ToEngine) -> tuple[bytes, ...]:
