@@ -1,9 +1,13 @@
 """The built wheel, installed in an environment of its own and used from outside the source tree."""
 
+import email
 import os
 import site
 import subprocess
 import sys
+import tomllib
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 
 
-def run(command: list[str | Path], cwd: Path) -> str:
+def run(command: Sequence[str | Path], cwd: Path) -> str:
     """Run a command in a folder; return what it printed."""
     done = subprocess.run(
         command,
@@ -35,24 +39,108 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+ENGINE_EXTRAS = {"torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "fsspec"}
+"""What the environment of the tests may lend: torch with what it imports."""
+
+
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that has midfill from its wheel, and its libraries from this environment."""
-    folder = tmp_path_factory.mktemp("wheel")
-    # A copy of what the wheel is made of, so that the build leaves nothing in the source tree.
-    source = folder / "source"
-    source.mkdir()
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the wheel is made of, so that builds leave nothing in the source tree."""
+    source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "src"):
-        run(["cp", "-r", ROOT / name, source], folder)
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, source], folder)
+        run(["cp", "-r", ROOT / name, source], source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from it."""
+    return built_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+def built_wheel(source: Path, folder: Path) -> Path:
+    run([*PIP, "wheel", "--no-deps", "--wheel-dir", folder, source], folder)
     (wheel,) = folder.glob("midfill-*.whl")
+    return wheel
+
+
+def environment_of(wheel: Path, folder: Path, requirements: list[str]) -> Path:
+    """Make an environment with the wheel and some libraries; return its interpreter.
+
+    What isn't installed there comes from the tests' own environment.
+    """
     run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder)
     python = folder / "venv" / "bin" / "python"
-    run([*pip, "--python", python, "install", "--no-deps", wheel], folder)
+    pip = [*PIP, "--python", python, "install"]
+    run([*pip, "--no-deps", wheel], folder)
+    if requirements:
+        run([*pip, *requirements], folder)
     (libraries,) = (folder / "venv").glob("lib/python*/site-packages")
     (libraries / "libraries.pth").write_text("\n".join(site.getsitepackages()))
     return python
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that has midfill from its wheel, and its libraries from this environment."""
+    return environment_of(wheel, tmp_path_factory.mktemp("environment"), [])
+
+
+def test_it_installs_everywhere_and_says_what_it_is(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    for field in ("Summary", "Keywords", "Classifier", "License-File"):
+        assert metadata[field], field
+
+
+def test_a_source_distribution_builds_the_same_wheel(
+    source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    run([sys.executable, "-m", "venv", tmp_path / "build"], tmp_path)
+    builder = tmp_path / "build" / "bin" / "python"
+    run([*PIP, "--python", builder, "install", "setuptools>=77"], tmp_path)
+    code = "from setuptools.build_meta import build_sdist; build_sdist(__import__('sys').argv[1])"
+    run([builder, "-c", code, tmp_path], source)
+    (archive,) = tmp_path.glob("midfill-*.tar.gz")
+    again = built_wheel(archive, tmp_path)
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        contents = [{each.filename: each.CRC for each in zip.infolist()} for zip in (one, other)]
+    assert contents[0] == contents[1]
+
+
+LOADED_FROM_ELSEWHERE = """
+import sys
+from pathlib import Path
+import midfill.serving.server.run, midfill.engine.loading
+own = Path(sys.prefix)
+library = Path(sys.base_prefix)
+for name, module in sorted(sys.modules.items()):
+    path = Path(getattr(module, "__file__", None) or own)
+    inside = path.is_relative_to(own) or (
+        path.is_relative_to(library) and "site-packages" not in path.parts
+    )
+    if not inside and "." not in name:
+        print(name)
+"""
+
+
+def test_it_serves_with_the_libraries_that_it_requires(
+    wheel: Path, tmp_path: Path, tiny_folder: Path
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [each for each in project["dependencies"] if not each.startswith("torch")]
+    python = environment_of(wheel, tmp_path, required)
+    borrowed = set(run([python, "-c", LOADED_FROM_ELSEWHERE], tmp_path).split())
+    assert borrowed <= ENGINE_EXTRAS, f"a library is missing from the dependencies: {borrowed}"
+    with start(tiny_folder, "--kv-memory", "4MB", python=python) as server:
+        assert server.complete(prompt="def f(", suffix="return x", max_tokens=4)["choices"]
 
 
 def test_it_holds_all_data_of_the_package(python: Path, tmp_path: Path) -> None:

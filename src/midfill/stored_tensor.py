@@ -33,9 +33,18 @@ class StoredTensor:
             return self.data.astype(np.float32)
         if self.kind == "bf16":
             return (self.data.astype(np.uint32) << 16).view(np.float32)
-        # Here, since whoever only describes a model needs no GGUF.
+        # Slow to import, and needed only while weights are packed.
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         values = dequantize(self.data, GGMLQuantizationType[self.kind.upper()])
         return np.asarray(values, np.float32).reshape(self.shape)
+
+
+def quantized(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredTensor:
+    """Return rows of floats [rows, values] rounded to the nearest quants of a GGML kind."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    blocks = quantize(values, GGMLQuantizationType[kind.upper()])
+    return StoredTensor(name, values.shape, kind, blocks.reshape(len(values), -1))

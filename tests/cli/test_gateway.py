@@ -1,5 +1,6 @@
 """``midfill gateway`` as a process: its banner, its signals, its errors."""
 
+import importlib.util
 import re
 import signal
 import subprocess
@@ -90,3 +91,11 @@ def test_an_unknown_kind_of_server_is_refused() -> None:
     done = CliRunner().invoke(app, ["gateway", "--upstream-api", "tgi"])
     assert done.exit_code == 2
     assert "there is no 'tgi'; there are auto, vllm, sglang" in done.output
+
+
+def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["gateway", "--upstream", "http://127.0.0.1:9"])
+    assert str(done.exception) == (
+        "midfill gateway needs aiohttp; install it with: pip install 'midfill[gateway]'"
+    )

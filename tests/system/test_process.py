@@ -51,3 +51,23 @@ assert gc.get_stats()[2]["collections"] > old, "the old generation was never col
 
 def test_objects_of_the_start_are_not_looked_at_again() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+
+
+LOADED = """
+import gc
+from midfill.system.process import without_collections
+
+def collections():
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+before = collections()
+with without_collections():
+    stays = [[] for _ in range(400_000)]
+    assert collections() == before
+assert gc.isenabled()
+assert len(gc.get_objects()) < 1000, len(gc.get_objects())
+"""
+
+
+def test_objects_that_are_loaded_without_collections_are_never_looked_at() -> None:
+    subprocess.run([sys.executable, "-c", LOADED], check=True, timeout=60)

@@ -6,7 +6,13 @@ from collections.abc import Callable
 
 def main() -> None:
     """Run the command line; an error becomes one line on standard error."""
-    from midfill.cli.app import app
+    from midfill.system.process import without_collections
+
+    with without_collections():
+        if sys.argv[1:2] == ["serve"]:
+            from midfill.cli.serve import app
+        else:
+            from midfill.cli.app import app
 
     sys.exit(run(app))
 

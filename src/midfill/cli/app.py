@@ -1,7 +1,5 @@
 """The ``midfill`` command with its subcommands."""
 
-import typer
-
 from midfill.cli.bench.app import app as bench
 from midfill.cli.cluster import app as cluster
 from midfill.cli.complete import complete
@@ -15,20 +13,12 @@ from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
 from midfill.cli.top import top
 from midfill.cli.training import app as training
-from midfill.cli.usage import CommandLine, GroupedHelp, root_options
+from midfill.cli.usage import GroupedHelp, root_app
 
-app = typer.Typer(
-    name="midfill",
-    cls=CommandLine,
-    help="An LLM server for infilling: it computes only what an edit changed.",
+app = root_app(
+    "An LLM server for infilling: it computes only what an edit changed.",
     epilog="Start with: midfill serve (downloads a small model the first time).",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
 )
-
-
-app.callback()(root_options())
 app.command(cls=GroupedHelp)(serve)
 for command in (gateway, complete, lsp, top, generate, pull, models):
     app.command()(command)

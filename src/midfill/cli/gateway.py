@@ -31,6 +31,9 @@ def gateway(
     served: Annotated[dict[str, Any], FlagsOf(GatewayOptions, *_SERVED)],
 ) -> None:
     """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
+    from midfill.system.extras import require
+
+    require("midfill gateway", ["aiohttp"], extra="gateway")
     from midfill.serving.gateway.run import run_gateway
     from midfill.system.logs import configure_logs
 

@@ -2,21 +2,15 @@
 
 import sys
 
-import typer
-
 from midfill.cli import run
 from midfill.cli.gateway import gateway
 from midfill.cli.keys import app as keys
-from midfill.cli.usage import CommandLine, root_options
+from midfill.cli.usage import root_app
 
-app = typer.Typer(
-    name="midfill",
-    cls=CommandLine,
-    help="midfill's planner in front of other servers; the distribution midfill has an engine.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+app = root_app(
+    "midfill's planner in front of other servers; the distribution midfill has an engine.",
+    edition=" (gateway)",
 )
-app.callback()(root_options(" (gateway)"))
 app.command()(gateway)
 app.add_typer(keys, name="keys")
 

@@ -10,11 +10,13 @@ from msgspec import structs
 
 from midfill.cli.option_groups import FlagsOf, with_option_groups
 from midfill.cli.options import ModelArgument
+from midfill.cli.usage import GroupedHelp, root_app
 from midfill.serving.options import ServeOptions
 
 if TYPE_CHECKING:
     from midfill.config import ModelOptions
     from midfill.engine.messages import EngineInfo
+    from midfill.engine.process.supervision import EngineProcess
     from midfill.serving.server.service import ModelService
 
 _log = logging.getLogger(__name__)
@@ -25,32 +27,44 @@ def serve(
     *, model: ModelArgument = None, served: Annotated[dict[str, Any], FlagsOf(ServeOptions)]
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
-    from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve_adapter
-    from midfill.system.logs import configure_logs
+    from midfill.engine.process.supervision import EngineProcess
+
+    with ExitStack() as started:
+        # First of all: the two processes load their libraries at the same time.
+        process = EngineProcess.spawn()
+        started.callback(process.discard)
+        _run(model, served, process)
+
+
+app = root_app("The command line without other commands, whose files a start need not load.")
+app.command(cls=GroupedHelp)(serve)
+
+
+def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") -> None:
+    """Run the server; show how loading goes, and then the banner."""
+    from midfill.system.process import without_collections
+
+    with without_collections():
+        from midfill.cli.progress import show_progress
+        from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+        from midfill.serving.server.run import run_server
+        from midfill.system.logs import configure_logs
 
     configure_logs(served["logs"])
     model = model or DEFAULT_MODEL
     engine: ModelOptions = served.pop("options")
     adapter = resolve_adapter(model, engine.adapter)
     engine = structs.replace(engine, adapter=None if adapter is None else str(adapter))
-    _run(ServeOptions(model=model, options=engine, **served))
-
-
-def _run(options: "ServeOptions") -> None:
-    """Run the server; show how loading goes, and then the banner."""
-    from midfill.cli.progress import show_progress
-    from midfill.models.checkpoints.model_store import resolve
-    from midfill.serving.server.run import run_server
-
+    options = ServeOptions(model=model, options=engine, **served)
     with ExitStack() as shown:
         progress = shown.enter_context(show_progress(_log.info))
-        path = resolve(options.model, progress)
+        path = resolve(model, progress)
 
         def ready(url: str, info: "EngineInfo", service: "ModelService") -> None:
             shown.close()
             typer.echo(banner(url, info, service))
 
-        run_server(options, path, progress, ready)
+        run_server(options, path, progress, ready, process)
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:

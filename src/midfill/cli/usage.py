@@ -93,8 +93,23 @@ class GroupedHelp(TyperCommand):
         formatter.write("\n\n".join([self.get_usage(ctx), help, *sections]) + "\n")
 
 
-def root_options(edition: str = "") -> Callable[[bool], None]:
-    """Return the callback of the options of midfill itself; ``edition`` follows the version."""
+def root_app(help: str, *, edition: str = "", epilog: str | None = None) -> typer.Typer:
+    """Return the ``midfill`` command without subcommands; ``edition`` follows the version."""
+    app = typer.Typer(
+        name="midfill",
+        cls=CommandLine,
+        help=help,
+        epilog=epilog,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_root_options(edition))
+    return app
+
+
+def _root_options(edition: str) -> Callable[[bool], None]:
+    """Return the callback of the options of midfill itself."""
 
     def show(wanted: bool) -> None:
         if wanted:

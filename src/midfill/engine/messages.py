@@ -7,6 +7,9 @@ from midfill.config import LogOptions, ModelOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.errors import EngineDeadError, InvalidRequestError, MidfillError, UnavailableError
 
+KEY_VARIABLE = "MIDFILL_ENGINE_KEY"
+"""Environment variable: the key of the server's end of the socket; "" where it has none."""
+
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine reports of itself when it is ready.

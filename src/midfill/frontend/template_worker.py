@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, BinaryIO, NoReturn
 
@@ -71,7 +72,8 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # texts are in it
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     allowed = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
-    resource.setrlimit(resource.RLIMIT_AS, (allowed, most))
+    with suppress(ValueError, OSError):  # macOS takes no such limit below what is mapped already
+        resource.setrlimit(resource.RLIMIT_AS, (allowed, most))
 
 
 def check_syntax(source: str) -> None:

@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -155,7 +156,7 @@ def redact_uncaught() -> None:
     sys.excepthook = lambda kind, error, trace: _report(error, trace)
     threading.excepthook = lambda given: _report(given.exc_value, given.exc_traceback)
     sys.unraisablehook = lambda given: _report(given.exc_value, given.exc_traceback)
-    if sys.platform != "win32":
+    with suppress(ImportError):  # Windows has neither
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

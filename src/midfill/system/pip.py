@@ -1,9 +1,11 @@
 """pip as a subprocess: it honours the user's package index, mirrors and credentials."""
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from midfill.errors import MidfillError
 
@@ -20,7 +22,7 @@ def run_pip(
     Raises:
         MidfillError: this Python has no pip.
     """
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    command = [sys.executable, *_pip(), "--disable-pip-version-check", "--no-input"]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
@@ -44,6 +46,19 @@ def run_pip(
             f"run: {sys.executable} -m ensurepip"
         )
     return code, "".join(output), complaint
+
+
+def _pip() -> list[str]:
+    """Return how Python runs pip: the one that is installed, or the one in Python's own library.
+
+    Environments of uv and pipx have none installed.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return ["-m", "pip"]
+    library = importlib.util.find_spec("ensurepip")
+    folder = Path(library.origin if library is not None and library.origin else "").parent
+    bundled = sorted(folder.glob("_bundled/pip-*.whl"))
+    return [str(bundled[-1] / "pip")] if bundled else ["-m", "pip"]
 
 
 def summarise_failure(complaint: str) -> str:

@@ -63,7 +63,7 @@ class ScriptedProcess:
     last: ClassVar["ScriptedProcess"]
 
     @classmethod
-    async def spawn(cls) -> "ScriptedProcess":
+    def spawn(cls) -> "ScriptedProcess":
         script = next(cls.scripts, None)
         cls.last = cls(script or [READY], stays_up=script is None)
         return cls.last
@@ -183,12 +183,12 @@ def test_an_engine_that_cant_be_spawned_is_tried_again(
 ) -> None:
     spawn, attempts = ScriptedProcess.spawn, 0
 
-    async def spawn_second() -> ScriptedProcess:
+    def spawn_second() -> ScriptedProcess:
         nonlocal attempts
         attempts += 1
         if attempts == 2:
             raise OSError("no process to be had")
-        return await spawn()
+        return spawn()
 
     monkeypatch.setattr(ScriptedProcess, "spawn", spawn_second)
     restarted([READY, ANSWER])

@@ -1,10 +1,26 @@
-"""Watchdog: an engine that says nothing for long enough hangs."""
+"""EngineProcess: one that was started ahead; Watchdog: an engine that is silent for long hangs."""
+
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import is_running, wait_for
 
-from midfill.engine.process.supervision import Watchdog
+from midfill.engine.process.supervision import EngineProcess, Watchdog
+
+
+def test_a_process_that_was_started_in_vain_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    process = EngineProcess.spawn()
+    assert is_running(process.process_id)
+    assert list(tmp_path.iterdir())
+    process.discard()
+    wait_for(lambda: not is_running(process.process_id))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1, 4, 19.9, 20, 22, 120])

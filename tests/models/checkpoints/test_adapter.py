@@ -15,6 +15,7 @@ from tiny_checkpoints import VOCAB, write_tiny, write_variant
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, MidfillError, ModelNotFoundError
 from midfill.models.checkpoints.adapter import AdapterRecord, load_adapter
+from midfill.models.checkpoints.lora_merge import update_matrix
 from midfill.models.checkpoints.opening import open_checkpoint
 
 LAYERS, HIDDEN, FFN = 3, 64, 160
@@ -51,7 +52,9 @@ def test_what_peft_writes_is_read(base: Path, written: Path) -> None:
     assert (update.down.shape, update.up.shape) == ((4, FFN), (HIDDEN, 4))
     assert update.down.dtype == update.up.dtype == np.float32
     assert update.scale == 8 / 4
-    np.testing.assert_allclose(update.matrix(), 2 * update.up @ update.down, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        update_matrix(update), 2 * update.up @ update.down, rtol=1e-5, atol=1e-6
+    )
     rows = adapter.rows["embed.weight"]
     assert rows.token_ids == (3, 1)
     assert rows.values.shape == (2, HIDDEN)
@@ -189,10 +192,6 @@ def test_invalid_configurations_are_refused(
         ({Q_UP: torch.zeros(64, 4)}, r"has shape \[64, 4\], the base and .* ask for \[128, 4\]"),
         ({Q_UP: None}, r"q_proj.lora_A.weight' has no lora_B beside it"),
         ({Q_DOWN: None}, r"q_proj.lora_B.weight' has no lora_A beside it"),
-        (
-            {Q_UP: torch.full((128, 4), torch.nan)},
-            "lora_B.weight' holds values that are not finite",
-        ),
         ({Q_UP: torch.zeros(128, 4, dtype=torch.float64)}, "has type F64; midfill reads"),
         (
             {Q_DOWN.replace("layers.0", "layers.3"): torch.zeros(4, 64)},

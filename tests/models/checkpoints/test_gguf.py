@@ -334,7 +334,7 @@ class TestBrokenFiles:
 
     def test_a_type_that_cannot_be_dequantised_is_named(self, path: Path) -> None:
         write(path, weights() | {"token_embd.weight": np.zeros((VOCAB, HIDDEN), np.float64)})
-        assert "'token_embd.weight' has type F64, which can't be" in reason_not_to_open(path)
+        assert "'token_embd.weight' has type 28, which can't be" in reason_not_to_open(path)
 
     def test_a_part_of_a_split_file_is_named_as_such(self, path: Path) -> None:
         write(path, weights(), more={"split.count": 3})
@@ -388,6 +388,6 @@ class TestDefaultModel:
         assert list(file.tensors) == [tensor.name for tensor in reference.tensors]
         for tensor in reference.tensors:
             ours = file.tensors[tensor.name]
-            assert ours.type == tensor.tensor_type
+            assert ours.type.kind == tensor.tensor_type.name.lower()
             assert ours.shape == tuple(int(n) for n in reversed(tensor.shape))
             assert np.array_equal(file.data(tensor.name), tensor.data)

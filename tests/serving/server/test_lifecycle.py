@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -112,6 +114,25 @@ def test_an_adapter_is_served_and_named(tiny_folder: Path, tmp_path: Path) -> No
         assert f"FIM tokens {FIM['prefix']} {FIM['suffix']} {FIM['middle']}" in server.banner
         answer = server.complete(prompt="a", suffix="b", max_tokens=2)
         assert answer["midfill"]["sentinels"] is True
+
+
+SERVER_SIDE = """
+import sys
+from pathlib import Path
+from midfill.serving.server.run import open_model
+checkpoint = open_model(Path(sys.argv[1]), Path(sys.argv[2]))
+checkpoint.tokenizer.prepare()
+heavy = {"gguf", "llvmlite", "numba", "torch", "transformers"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+def test_what_computes_is_loaded_in_the_engine_s_process_alone(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tiny_folder, tmp_path / "tiny-fim")
+    command = [sys.executable, "-c", SERVER_SIDE, str(tiny_folder), str(adapter)]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_clients_can_connect_when_the_server_says_it_is_ready(tiny_folder: Path) -> None:

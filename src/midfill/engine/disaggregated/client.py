@@ -26,6 +26,7 @@ from midfill.engine.messages import EngineInfo
 from midfill.engine.process.aggregate import total_stats, total_tenants
 from midfill.engine.process.client import EngineClient
 from midfill.engine.process.outputs import OutputStream
+from midfill.engine.process.supervision import EngineProcess
 from midfill.engine.request import EngineRequest, EngineStats, TenantStats
 from midfill.engine.scheduling.admission import Admission
 from midfill.errors import EngineDeadError, KvTransferError
@@ -60,6 +61,7 @@ class DisaggregatedClient:
         logs: LogOptions | None = None,
         step_timeout: float = DEFAULT_STEP_TIMEOUT,
         max_tenant_tokens: int | None = None,
+        spawned: EngineProcess | None = None,
     ) -> None:
         """Prepare the workers; ``start`` starts them.
 
@@ -68,12 +70,14 @@ class DisaggregatedClient:
             path, options, on_progress, max_queued_tokens, logs, step_timeout, max_tenant_tokens:
                 as of ``EngineClient``, which each worker has of its own; threads and memory that
                 the options leave open are divided.
+            spawned: the first process of the first worker, if it was started ahead.
         """
 
         def worker(role: Role, number: int) -> Worker:
             own = worker_options(options, workers, role, number)
             shown = on_progress if (role, number) == ("prefill", 0) else None
-            engine = EngineClient(path, own, shown, _NO_LIMIT, logs, step_timeout, _NO_LIMIT)
+            ahead = spawned if (role, number) == ("prefill", 0) else None
+            engine = EngineClient(path, own, shown, _NO_LIMIT, logs, step_timeout, _NO_LIMIT, ahead)
             return Worker(role, number, engine)
 
         self.workers = [worker("prefill", number) for number in range(workers.prefill)]

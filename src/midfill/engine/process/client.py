@@ -67,6 +67,7 @@ class EngineClient:
         logs: LogOptions | None = None,
         step_timeout: float = DEFAULT_STEP_TIMEOUT,
         max_tenant_tokens: int | None = None,
+        spawned: EngineProcess | None = None,
     ) -> None:
         """Prepare an engine; ``start`` starts it.
 
@@ -78,6 +79,7 @@ class EngineClient:
             max_tenant_tokens: the same of each tenant; None is half of it where others wait, too.
             logs: what the engine process logs, and how.
             step_timeout: seconds that a step may take; 0 lets it take for ever.
+            spawned: the first process, if it was started ahead.
         """
         self.state: EngineState = "starting"
         self.info: messages.EngineInfo | None = None
@@ -93,6 +95,7 @@ class EngineClient:
             max(step_timeout, _MAX_LOAD_SILENCE), self._watchdog.tick_seconds
         )
         self._process: EngineProcess | None = None
+        self._spawned = spawned
         self._answered = False  # whether the current process has produced any output
         self._supervisor: asyncio.Task[None] | None = None
         self._streams: dict[str, OutputStream] = {}
@@ -311,7 +314,8 @@ class EngineClient:
         watch: asyncio.Task[None] | None = None
         reason = "the engine was stopped"
         try:
-            process = self._process = await EngineProcess.spawn()
+            process = self._process = self._spawned or EngineProcess.spawn()
+            self._spawned = None
             process.send(self._start)
             if self._step_timeout:
                 watch = asyncio.create_task(self._watch(process), name="engine watchdog")

@@ -29,7 +29,7 @@ from midfill.engine.process.outputs import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.system.logs import configure_logs
-from midfill.system.process import freeze_objects
+from midfill.system.process import freeze_objects, without_collections
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class _Channel:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        if key := os.environ.pop(messages.KEY_VARIABLE, ""):
+            own, self._socket.curve_secretkey = zmq.curve_keypair()
+            self._socket.curve_publickey, self._socket.curve_serverkey = own, key.encode()
         self._socket.connect(address)
 
     def send(self, message: messages.FromEngine) -> None:
@@ -100,10 +103,19 @@ def main(address: str) -> NoReturn:
     channel = _Channel(address)
     started = time.perf_counter()
     try:
-        _, payload, _ = channel.receive()
-        start = msgspec.msgpack.decode(payload, type=messages.Start)
-        configure_logs(start.logs, process="engine")
-        engine, buffer, info = _load(start, started, channel.send)
+        channel.send(messages.Loading("loading libraries", 0, 1))
+        with without_collections():
+            # The heavy imports: only this process pays for them, while the server gets ready.
+            from midfill.engine.loading import load_engine
+            from midfill.models.checkpoints.opening import open_model
+
+            _, payload, _ = channel.receive()
+            start = msgspec.msgpack.decode(payload, type=messages.Start)
+            configure_logs(start.logs, process="engine")
+            options = start.options
+            checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)
+            buffer = OutputBuffer(checkpoint.tokenizer.token_bytes)
+        engine, _, info = load_engine(checkpoint, options, _throttled(channel.send), started)
     except Exception as error:
         if not isinstance(error, MidfillError):
             traceback.print_exc()
@@ -212,25 +224,6 @@ def _volunteer_for_memory_kill() -> None:
     with contextlib.suppress(OSError, ValueError):
         path = Path("/proc/self/oom_score_adj")
         path.write_text(str(max(int(path.read_text()), _MEMORY_KILL_SCORE)))
-
-
-def _load(
-    start: messages.Start, started: float, send: Send
-) -> tuple["Engine", OutputBuffer, messages.EngineInfo]:
-    """Load the model and build its engine.
-
-    Raises:
-        MidfillError: the checkpoint or the options can't be used.
-    """
-    send(messages.Loading("loading libraries", 0, 1))
-    # The heavy imports: only this process pays for them.
-    from midfill.engine.loading import load_engine
-    from midfill.models.checkpoints.opening import open_model
-
-    options = start.options
-    checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)
-    engine, _, info = load_engine(checkpoint, options, _throttled(send), started)
-    return engine, OutputBuffer(checkpoint.tokenizer.token_bytes), info
 
 
 def _throttled(send: Send) -> Progress:

@@ -2,11 +2,15 @@
 
 import asyncio
 import math
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -26,21 +30,26 @@ _MAX_RESTART_SECONDS = 5.0
 
 
 class EngineProcess:
-    """A child process that runs ``midfill.engine.process.main``, started by ``spawn``."""
+    """A child process that runs ``midfill.engine.process.main``, started by ``spawn``.
+
+    It may be started ahead, without an event loop. Nothing on Windows' event loop that ZeroMQ can
+    use starts processes, so a thread waits for the child's end.
+    """
 
     def __init__(
-        self, folder: str, socket: zmq.asyncio.Socket, child: asyncio.subprocess.Process
+        self, folder: str, socket: zmq.asyncio.Socket, child: subprocess.Popen[bytes]
     ) -> None:
         self._folder = folder
         self._socket = socket
         self._child = child
+        self._ended: asyncio.Event | None = None
         self._decoder: msgspec.msgpack.Decoder[messages.FromEngine] = msgspec.msgpack.Decoder(
             messages.FromEngine
         )
 
     @classmethod
-    async def spawn(cls) -> "EngineProcess":
-        """Start a process; it waits for a ``Start`` message.
+    def spawn(cls) -> "EngineProcess":
+        """Start a process; it loads its libraries and waits for a ``Start`` message.
 
         Raises:
             OSError: no process, socket or temporary folder can be had.
@@ -50,17 +59,23 @@ class EngineProcess:
         try:
             for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
                 socket.setsockopt(option, 0)
-            address = f"ipc://{folder}/engine"
-            socket.bind(address)
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "midfill.engine.process.main", address,
-                stdin=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+            address, key = _bind(socket, folder)
+            child = subprocess.Popen(
+                [sys.executable, "-m", "midfill.engine.process.main", address],
+                stdin=subprocess.PIPE,
+                env=os.environ | {messages.KEY_VARIABLE: key},
+            )
         except BaseException:
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return cls(folder, socket, child)
+
+    def discard(self) -> None:
+        """End a process that was never used; one that was, ``close`` ends."""
+        if self._ended is None and not self._socket.closed:
+            self._end_input()
+            self._release()
 
     @property
     def process_id(self) -> int:
@@ -87,7 +102,7 @@ class EngineProcess:
         Raises:
             msgspec.DecodeError: a message makes no sense.
         """
-        ended = asyncio.ensure_future(self._child.wait())
+        ended = asyncio.ensure_future(self._wait())
         received: asyncio.Future[list[bytes]] | None = None
         try:
             while True:
@@ -114,21 +129,58 @@ class EngineProcess:
         """End the process at once; it writes what each of its threads was doing to stderr."""
         self._child.send_signal(signal.SIGABRT)
         try:
-            await asyncio.wait_for(self._child.wait(), _ABORT_SECONDS)
+            await asyncio.wait_for(self._wait(), _ABORT_SECONDS)
         except TimeoutError:  # a stopped process gets no signals but this one
             self._child.kill()
 
     async def close(self) -> None:
         """End the process, by force if it takes too long, and release the socket."""
-        assert self._child.stdin is not None
-        self._child.stdin.close()
+        self._end_input()
         try:
-            await asyncio.wait_for(self._child.wait(), _STOP_SECONDS)
+            await asyncio.wait_for(self._wait(), _STOP_SECONDS)
         except TimeoutError:
             self._child.kill()
-            await self._child.wait()
+            await self._wait()
+        self._release()
+
+    async def _wait(self) -> None:
+        """Wait until the process has ended."""
+        if self._ended is None:
+            self._ended = asyncio.Event()
+            arguments = (asyncio.get_running_loop(), self._ended)
+            threading.Thread(target=self._watch, args=arguments, daemon=True).start()
+        await self._ended.wait()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+        self._child.wait()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    def _end_input(self) -> None:
+        """Close the process's standard input, at whose end it ends."""
+        assert self._child.stdin is not None
+        with suppress(OSError):
+            self._child.stdin.close()
+
+    def _release(self) -> None:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _bind(socket: zmq.asyncio.Socket, folder: str) -> tuple[str, str]:
+    """Bind a socket to what no other user can reach; return address and key, "" where it has none.
+
+    ZeroMQ's wheels for Windows have no sockets in files. One of TCP can be reached by all users of
+    the machine, but those who don't know its key can't say anything there.
+    """
+    if zmq.has("ipc"):
+        address = f"ipc://{folder}/engine"
+        socket.bind(address)
+        return address, ""
+    public, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_server = True
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    return f"tcp://127.0.0.1:{port}", public.decode()
 
 
 def _encode(message: messages.ToEngine) -> tuple[bytes, ...]:

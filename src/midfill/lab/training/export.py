@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from midfill.infill.formats import FimFormat
 from midfill.models.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.models.checkpoints.lora_merge import DEFAULT_ROUNDING, Rounding
+from midfill.models.checkpoints.lora_update import DEFAULT_ROUNDING, Rounding
 from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.system.files import write_folder

@@ -29,7 +29,8 @@ from torch.nn.functional import linear
 
 from midfill.lab.training.recipe import TrainingRecipe
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS, Rounding, add_to_quantized
+from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS, add_to_quantized
+from midfill.models.checkpoints.lora_update import Rounding
 from midfill.models.families import huggingface_names
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")

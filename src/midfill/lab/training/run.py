@@ -26,7 +26,7 @@ from midfill.lab.training.run_folder import (
 from midfill.lab.training.stream import TrainingStream
 from midfill.lab.training.trainer import LOSS_LOG, Trainer, resolve_precision
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.lora_merge import DEFAULT_ROUNDING, Rounding
+from midfill.models.checkpoints.lora_update import DEFAULT_ROUNDING, Rounding
 from midfill.system.extras import require
 from midfill.system.files import write_file
 from midfill.version import __version__

@@ -9,19 +9,22 @@ PEFT's files don't say.
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import cast, get_args
 
-import numpy as np
-
-from midfill.arrays import Float32Array
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.huggingface import SafetensorsFile
-from midfill.models.checkpoints.lora_merge import DEFAULT_ROUNDING, LoraUpdate, Rounding
+from midfill.models.checkpoints.lora_update import (
+    DEFAULT_ROUNDING,
+    LoraUpdate,
+    ReplacedRows,
+    Rounding,
+)
 from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT, read_needs
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.models.families import huggingface_names
@@ -80,19 +83,6 @@ class AdapterRecord:
 
 
 @dataclass(frozen=True)
-class ReplacedRows:
-    """New rows for some tokens of an embedding or LM head.
-
-    Attributes:
-        token_ids: the rows' tokens, each once.
-        values: float32 [len(token_ids), hidden].
-    """
-
-    token_ids: tuple[int, ...]
-    values: Float32Array
-
-
-@dataclass(frozen=True)
 class Adapter:
     """An adapter that is known to fit its base.
 
@@ -101,14 +91,22 @@ class Adapter:
         updates: canonical tensor name -> the update that is added to it.
         rows: canonical tensor name -> rows of it that are replaced.
         record: the content of its midfill.json.
-        fingerprint: hex digest of everything that changes weights.
+        config, weights: the files that say how weights change.
     """
 
     path: Path
     updates: Mapping[str, LoraUpdate]
     rows: Mapping[str, ReplacedRows]
     record: AdapterRecord
-    fingerprint: str
+    config: "LoraConfig"
+    weights: SafetensorsFile
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that changes weights."""
+        digest = hashlib.sha256(self.config.content)
+        digest.update(self.weights.bytes_at(slice(0, len(self.weights))))
+        return digest.hexdigest()
 
     @property
     def name(self) -> str:
@@ -137,9 +135,7 @@ def load_adapter(path: Path, base: Checkpoint) -> Adapter:
     record = read_record(path / RECORD_FILE, base)
     weights = SafetensorsFile(path / WEIGHTS_FILE)
     updates, rows = _TensorReader(config, weights, base.config).read()
-    digest = hashlib.sha256(config.path.read_bytes())
-    digest.update(weights.bytes_at(slice(0, len(weights))))
-    return Adapter(path, updates, rows, record, digest.hexdigest())
+    return Adapter(path, updates, rows, record, config, weights)
 
 
 def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
@@ -228,6 +224,7 @@ class LoraConfig:
 
     Attributes:
         path: the file.
+        content: its bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,6 +235,7 @@ class LoraConfig:
         """
         self.path = path
         self._fields = read_json(path)
+        self.content = path.read_bytes()
         self._check_kind()
         self._rank_pattern = self._patterns("rank_pattern")
         self._alpha_pattern = self._patterns("alpha_pattern")
@@ -337,7 +335,7 @@ class _TensorReader:
             if theirs.endswith(".weight") and len(self._shapes[name]) == 2
         }
 
-    def read(self) -> tuple[dict[str, LoraUpdate], dict[str, ReplacedRows]]:
+    def read(self) -> tuple[Mapping[str, LoraUpdate], Mapping[str, ReplacedRows]]:
         """Return updates and replaced rows by canonical tensor name.
 
         Raises:
@@ -361,7 +359,7 @@ class _TensorReader:
         updates = {
             self._modules[module]: self._update(module, keys) for module, keys in sides.items()
         }
-        return updates, rows
+        return _Updates(updates), rows
 
     def _check_module(self, key: str, module: str) -> None:
         if module in self._modules:
@@ -375,7 +373,8 @@ class _TensorReader:
             reason = f"a {self._model.family} model has no such layer"
         raise CheckpointError(f"{self._weights.path}: tensor {key!r} fits nothing: {reason}")
 
-    def _update(self, module: str, keys: Mapping[str, str]) -> LoraUpdate:
+    def _update(self, module: str, keys: Mapping[str, str]) -> Callable[[], LoraUpdate]:
+        """Check an update; return what reads it."""
         if len(keys) < 2:
             (present,) = keys.values()
             missing = "B" if "A" in keys else "A"
@@ -390,9 +389,10 @@ class _TensorReader:
             )
         outputs, inputs = self._shapes[name]
         rank = self._config.rank(module)
-        down = self._array(keys["A"], (rank, inputs))
-        up = self._array(keys["B"], (outputs, rank))
-        return LoraUpdate(down, up, self._config.scale(module))
+        down = self._stored(keys["A"], (rank, inputs))
+        up = self._stored(keys["B"], (outputs, rank))
+        scale = self._config.scale(module)
+        return lambda: LoraUpdate(down.to_float32(), up.to_float32(), scale)
 
     def _rows(self, key: str, module: str) -> ReplacedRows:
         vocab, hidden = self._shapes[self._modules[module]]
@@ -405,19 +405,29 @@ class _TensorReader:
                 )
         if len(set(token_ids)) < len(token_ids):
             raise CheckpointError(f"{self._config.path}: trainable_token_indices repeats a token")
-        return ReplacedRows(token_ids, self._array(key, (len(token_ids), hidden)))
+        return ReplacedRows(token_ids, self._stored(key, (len(token_ids), hidden)).to_float32())
 
-    def _array(self, key: str, shape: tuple[int, ...]) -> Float32Array:
+    def _stored(self, key: str, shape: tuple[int, ...]) -> StoredTensor:
         entry = self._weights.entries[key]
         if entry.shape != shape:
             raise CheckpointError(
                 f"{self._weights.path}: tensor {key!r} has shape {list(entry.shape)}, the base and "
                 f"{CONFIG_FILE} ask for {list(shape)}"
             )
-        stored = StoredTensor(key, entry.shape, entry.kind, self._weights.data(key))
-        values = stored.to_float32()
-        if not np.isfinite(values).all():
-            raise CheckpointError(
-                f"{self._weights.path}: tensor {key!r} holds values that are not finite"
-            )
-        return values
+        return StoredTensor(key, entry.shape, entry.kind, self._weights.data(key))
+
+
+class _Updates(Mapping[str, LoraUpdate]):
+    """Updates by tensor name, each read when it is asked for; a server never asks."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], LoraUpdate]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> LoraUpdate:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)

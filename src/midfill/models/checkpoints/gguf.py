@@ -2,7 +2,7 @@
 
 The format (header, metadata and the place of each tensor) is specified in ggml's docs/gguf.md. The
 ``gguf`` library has a reader, too, but it creates a NumPy view per string and takes seconds for a
-vocabulary. Type numbers and block sizes are the library's.
+vocabulary.
 """
 
 import hashlib
@@ -18,11 +18,16 @@ from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from gguf.quants import dequantize
 
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.checkpoint import MappedFile, check_tensors, digest_tensors
+from midfill.models.checkpoints.ggml_types import (
+    GGML_TYPES,
+    GGUF_ARRAY,
+    GGUF_SCALARS,
+    GGUF_STRING,
+    GgmlType,
+)
 from midfill.models.config import ModelConfig
 from midfill.models.families import FAMILIES, config_from_gguf
 from midfill.models.tokens.gguf_tokenizer import build_tokenizer
@@ -35,26 +40,12 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _MAX_NESTING = 4
 
-_SCALARS = {
-    GGUFValueType.UINT8: "<u1",
-    GGUFValueType.INT8: "<i1",
-    GGUFValueType.UINT16: "<u2",
-    GGUFValueType.INT16: "<i2",
-    GGUFValueType.UINT32: "<u4",
-    GGUFValueType.INT32: "<i4",
-    GGUFValueType.FLOAT32: "<f4",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "<u8",
-    GGUFValueType.INT64: "<i8",
-    GGUFValueType.FLOAT64: "<f8",
+_UNQUANTISED: dict[str, np.dtype[np.generic]] = {
+    "f32": np.dtype("<f4"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype("<u2"),
 }
-
-_UNQUANTISED: dict[GGMLQuantizationType, np.dtype[np.generic]] = {
-    GGMLQuantizationType.F32: np.dtype("<f4"),
-    GGMLQuantizationType.F16: np.dtype("<f2"),
-    GGMLQuantizationType.BF16: np.dtype("<u2"),
-}
-"""Types that are returned value by value; all others are returned as rows of bytes."""
+"""Kinds that are returned value by value; all others are returned as rows of bytes."""
 
 _OUTER_NAMES = {"token_embd": "embed", "output_norm": "final_norm", "output": "lm_head"}
 
@@ -107,7 +98,6 @@ class GgufCheckpoint:
         }
         self.config: ModelConfig = self._read_config(shapes)
         check_tensors(self.config, shapes, self._stored_names, path)
-        self._check_types()
         self.metadata: Mapping[str, object] = {
             key: value
             for key, value in self._file.metadata.items()
@@ -136,7 +126,7 @@ class GgufCheckpoint:
         """See ``Checkpoint.content_digest``; rows are hashed in the file's own order."""
         entries = {name: self._file.tensors[stored] for name, stored in self._stored_names.items()}
         return digest_tensors(
-            StoredTensor(name, entry.shape, entry.type.name.lower(), self._file.data(entry.name))
+            StoredTensor(name, entry.shape, entry.type.kind, self._file.data(entry.name))
             for name, entry in entries.items()
         )
 
@@ -159,12 +149,12 @@ class GgufCheckpoint:
             heads = {"q": self.config.query_heads, "k": self.config.kv_heads}
             if module in heads:
                 data = _deinterleave(data, heads[module])
-        return StoredTensor(name, entry.shape, entry.type.name.lower(), data)
+        return StoredTensor(name, entry.shape, entry.type.kind, data)
 
     def _read_config(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
         factors: npt.NDArray[np.generic] = np.empty(0, np.float32)
         if _ROPE_FACTORS in self._file.tensors:
-            if self._file.tensors[_ROPE_FACTORS].type is not GGMLQuantizationType.F32:
+            if self._file.tensors[_ROPE_FACTORS].type.kind != "f32":
                 raise CheckpointError(f"{self.path}: tensor {_ROPE_FACTORS!r} must be F32")
             factors = self._file.data(_ROPE_FACTORS).reshape(-1)
         try:
@@ -192,20 +182,6 @@ class GgufCheckpoint:
                 f"{self.path}: is one of {parts} parts; merge them first "
                 "(llama.cpp: llama-gguf-split --merge)"
             )
-
-    def _check_types(self) -> None:
-        """Check that every type used can be dequantised, by trying it on one row."""
-        types = {self._file.tensors[stored].type: stored for stored in self._stored_names.values()}
-        for kind, stored in types.items():
-            row = self._file.data(stored)[:1]
-            try:
-                if row.dtype == np.uint8:
-                    dequantize(row, kind)
-            except NotImplementedError:
-                raise CheckpointError(
-                    f"{self.path}: tensor {stored!r} has type {kind.name}, which can't be "
-                    "dequantised"
-                ) from None
 
 
 def _canonical_name(stored: str) -> str | None:
@@ -240,7 +216,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: GgmlType
     offset: int
     size: int
 
@@ -283,7 +259,7 @@ class GgufFile(MappedFile):
             [rows, bytes per row] for other types.
         """
         tensor = self.tensors[name]
-        dtype = _UNQUANTISED.get(tensor.type)
+        dtype = _UNQUANTISED.get(tensor.type.kind)
         if dtype is not None:
             flat = np.frombuffer(self._map, dtype, math.prod(tensor.shape), tensor.offset)
             return flat.reshape(tensor.shape)
@@ -293,17 +269,15 @@ class GgufFile(MappedFile):
 
     def _locate(self, name: str, shape: tuple[int, ...], type_number: int, at: int) -> GgufTensor:
         where = f"{self.path}: tensor {name!r}"
-        try:
-            kind = GGMLQuantizationType(type_number)
-        except ValueError:
-            raise CheckpointError(f"{where} has the unknown type {type_number}") from None
-        values_per_block, bytes_per_block = GGML_QUANT_SIZES[kind]
-        if shape[-1] % values_per_block:
+        kind = GGML_TYPES.get(type_number)
+        if kind is None:
+            raise CheckpointError(f"{where} has type {type_number}, which can't be dequantised")
+        if shape[-1] % kind.block_values:
             raise CheckpointError(
-                f"{where} has rows of {shape[-1]} values, {kind.name} needs a multiple of "
-                f"{values_per_block}"
+                f"{where} has rows of {shape[-1]} values, {kind.kind} needs a multiple of "
+                f"{kind.block_values}"
             )
-        size = math.prod(shape) // values_per_block * bytes_per_block
+        size = math.prod(shape) // kind.block_values * kind.block_bytes
         if at + size > len(self._map):
             raise CheckpointError(
                 f"{where} ends at byte {at + size:,} but the file has only {len(self._map):,}: "
@@ -370,28 +344,27 @@ class _Reader:
             entries.append((name, shape[::-1], type_number, offset))
         return entries
 
-    def _value(self, kind: GGUFValueType, depth: int) -> object:
-        if kind is GGUFValueType.STRING:
+    def _value(self, kind: int, depth: int) -> object:
+        if kind == GGUF_STRING:
             return self._string()
-        if kind is not GGUFValueType.ARRAY:
-            return self._scalars(_SCALARS[kind], 1)[0]
+        if kind != GGUF_ARRAY:
+            return self._scalars(GGUF_SCALARS[kind], 1)[0]
         if depth == _MAX_NESTING:
             self.fail(f"metadata key {self._key!r} nests arrays too deep")
         item = self._value_type()
         (count,) = self._unpack("<Q")
-        if item is GGUFValueType.STRING:
+        if item == GGUF_STRING:
             return self._strings(count)
-        if item is GGUFValueType.ARRAY:
+        if item == GGUF_ARRAY:
             count = self._plausible(count, min_bytes=12)
             return [self._value(item, depth + 1) for _ in range(count)]
-        return self._scalars(_SCALARS[item], count)
+        return self._scalars(GGUF_SCALARS[item], count)
 
-    def _value_type(self) -> GGUFValueType:
+    def _value_type(self) -> int:
         (number,) = self._unpack("<I")
-        try:
-            return GGUFValueType(number)
-        except ValueError:
+        if number not in GGUF_SCALARS and number not in (GGUF_STRING, GGUF_ARRAY):
             self.fail(f"metadata key {self._key!r} has the unknown type {number}")
+        return int(number)
 
     def _scalars(self, dtype: str, count: int) -> list[object]:
         start = self._advance(count * np.dtype(dtype).itemsize)

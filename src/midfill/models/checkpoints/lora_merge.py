@@ -15,42 +15,29 @@ Vector lanes run over 16 rows, so the work along a row can be sequential.
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from midfill.arrays import Float32Array
+from midfill.errors import CheckpointError
 from midfill.kernels.cpu import simd
 from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import allocating_entry_point, entry_point, kernel
 from midfill.kernels.cpu.simd import LANES
-from midfill.stored_tensor import StoredTensor
+from midfill.models.checkpoints.lora_update import (
+    DEFAULT_ROUNDING,
+    LoraUpdate,
+    ReplacedRows,
+    Rounding,
+)
+from midfill.stored_tensor import StoredTensor, quantized
 from midfill.system.machine import available_threads
 
 Bytes = npt.NDArray[np.uint8]
-Rounding = Literal["nearest", "diffusion", "stochastic"]
-"""How a sum of weight and update is rounded to a quant.
-
-nearest: each group of 32 gets a new grid from its smallest and largest sum, and each sum the
-    nearest quant on it.
-diffusion: the groups keep their grids. The error that rounding (and clamping to the grid's ends)
-    makes in one weight of a row is carried to the next one, so that sums over stretches of a row's
-    update are exact to about a grid step. This is error diffusion (Floyd and Steinberg, 1976) in
-    one dimension. Each row rounds at its own threshold, a hash of its number. Otherwise updates
-    too small to add up to half a step along a row would be lost in all rows alike.
-stochastic: the groups keep their grids, and a sum is rounded up or down with the probability that
-    makes the expected quant exact. The dither is a hash of the weight's place, so it is the same at
-    every load.
-
-The last two are exact on average, and they leave a weight unchanged if nothing is added to it.
-"""
-
-DEFAULT_ROUNDING: Rounding = "diffusion"
-"""The rule that loses least of an update trained in floats."""
-
-VERSION = 1
-"""Part of digests; increased whenever the same input would be rounded differently."""
+_FLOATS = ("f32", "f16", "bf16")
+_FALLBACK = "q8_0"  # for kinds that can't be written; eight bits lose next to nothing
 
 GROUP = 32
 _NEAREST, _DIFFUSION, _STOCHASTIC = range(3)
@@ -91,37 +78,79 @@ BLOCK_LAYOUTS = {
 """Layouts of the kinds that updates can be added to, by kind."""
 
 
-@dataclass(frozen=True)
-class LoraUpdate:
-    """scale * up @ down.
+def merge(
+    tensor: StoredTensor,
+    update: LoraUpdate | None,
+    rows: ReplacedRows | None,
+    rounding: Rounding,
+    *,
+    exact: bool,
+) -> StoredTensor:
+    """Return a base's tensor with what an adapter changes of it; see ``AdaptedCheckpoint``.
 
-    Attributes:
-        down: float32 [rank, inputs], PEFT's lora_A.
-        up: float32 [outputs, rank], lora_B.
-        scale: lora_alpha / rank, or lora_alpha / sqrt(rank) with rsLoRA.
+    Args:
+        tensor: the base's.
+        update: is added; None adds nothing.
+        rows: replace those of a few tokens; None replaces none.
+        rounding: how sums are rounded to quants.
+        exact: whether the result is float32, whatever the base stores.
+
+    Raises:
+        CheckpointError: the adapter holds values that are not finite.
     """
+    changes = [] if update is None else [update.down, update.up]
+    changes += [] if rows is None else [rows.values]
+    if not all(np.isfinite(values).all() for values in changes):
+        raise CheckpointError(f"the adapter's values for {tensor.name!r} are not finite")
+    if update is not None:
+        tensor = _updated(tensor, update, rounding, exact)
+    if rows is not None:
+        tensor = _with_rows(tensor, rows, exact)
+    return tensor
 
-    down: Float32Array
-    up: Float32Array
-    scale: float
 
-    def matrix(self) -> Float32Array:
-        """Return the whole update, float32 [outputs, inputs]: the transpose of a C-ordered array.
+def _updated(
+    tensor: StoredTensor, update: LoraUpdate, rounding: Rounding, exact: bool
+) -> StoredTensor:
+    matrix = update_matrix(update)
+    if tensor.kind in BLOCK_LAYOUTS and not exact:
+        return add_to_quantized(tensor, matrix, rounding)
+    merged = tensor.to_float32() + matrix
+    if tensor.kind in _FLOATS or exact:
+        return StoredTensor(tensor.name, tensor.shape, "f32", merged)
+    return quantized(tensor.name, merged, _FALLBACK)
 
-        Each element is summed over the rank from first to last with fused multiply-adds, so the
-        result is the same on every machine.
-        """
-        outputs, rank = self.up.shape
-        inputs = self.down.shape[1]
-        rows = outputs + -outputs % LANES
-        scaled = np.zeros((rank, rows), np.float32)
-        scaled[:, :outputs] = self.up.T * np.float32(self.scale)
-        product = np.empty((inputs, rows), np.float32)
-        down = np.ascontiguousarray(self.down.T)
-        run_over_rows(
-            _multiply, rows, scaled.reshape(-1), down.reshape(-1), rank, inputs, product.reshape(-1)
-        )
-        return product[:, :outputs].T
+
+def _with_rows(tensor: StoredTensor, rows: ReplacedRows, exact: bool) -> StoredTensor:
+    where = list(rows.token_ids)
+    if tensor.kind in _FLOATS or exact or tensor.kind not in BLOCK_LAYOUTS:
+        values = tensor.to_float32().copy()
+        values[where] = rows.values
+        if tensor.kind in _FLOATS or exact:
+            return StoredTensor(tensor.name, tensor.shape, "f32", values)
+        return quantized(tensor.name, values, _FALLBACK)
+    data = np.array(tensor.data)
+    data[where] = quantized(tensor.name, rows.values, tensor.kind).data
+    return StoredTensor(tensor.name, tensor.shape, tensor.kind, data)
+
+
+def update_matrix(update: LoraUpdate) -> Float32Array:
+    """Return the whole update, float32 [outputs, inputs]: the transpose of a C-ordered array.
+
+    Each element is summed over the rank from first to last with fused multiply-adds, so the result
+    is the same on every machine.
+    """
+    outputs, rank = update.up.shape
+    inputs = update.down.shape[1]
+    rows = outputs + -outputs % LANES
+    scaled = np.zeros((rank, rows), np.float32)
+    scaled[:, :outputs] = update.up.T * np.float32(update.scale)
+    product = np.empty((inputs, rows), np.float32)
+    down = np.ascontiguousarray(update.down.T)
+    run_over_rows(
+        _multiply, rows, scaled.reshape(-1), down.reshape(-1), rank, inputs, product.reshape(-1)
+    )
+    return product[:, :outputs].T
 
 
 def add_to_quantized(

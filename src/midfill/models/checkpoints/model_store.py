@@ -10,6 +10,7 @@ process began, so the transfer is done here, with HTTP range requests. Where the
 (credentials or a proxy that only pip knows), pip does the transfer.
 """
 
+import errno
 import hashlib
 import http.client
 import json
@@ -43,6 +44,7 @@ SHIPPED_ADAPTERS = Path(__file__).parent / "adapters"
 _UNPACKED_BYTES = 1 << 20
 _TRANSFER_BYTES = 1 << 18
 _TIMEOUT_SECONDS = 30.0
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ATTEMPTS_WITHOUT_PROGRESS = 3
 _CERTIFICATE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _PIP_USAGE_ERROR = 2
@@ -316,6 +318,7 @@ def _download(url: str, partial: Path, progress: StageProgress) -> None:
 
     Raises:
         _RefusedError: the server or the connection does not allow it.
+        OSError: there is no room for it.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "file":
@@ -330,6 +333,8 @@ def _download(url: str, partial: Path, progress: StageProgress) -> None:
         except urllib.error.HTTPError as error:
             raise _RefusedError(f"the server answers {error.code} {error.reason}") from None
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                raise
             if not partial.exists() or partial.stat().st_size == 0:
                 raise _RefusedError(str(error)) from None
         after = partial.stat().st_size if partial.exists() else 0

@@ -9,14 +9,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import quantize
-
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError, ModelNotFoundError
-from midfill.models.checkpoints.adapter import Adapter, AdapterRecord, ReplacedRows, load_adapter
+from midfill.models.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
 from midfill.models.checkpoints.checkpoint import (
     ADAPTER_KEY,
     FRAGMENTS_KEY,
@@ -24,20 +19,11 @@ from midfill.models.checkpoints.checkpoint import (
 )
 from midfill.models.checkpoints.gguf import GgufCheckpoint
 from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint
-from midfill.models.checkpoints.lora_merge import (
-    BLOCK_LAYOUTS,
-    VERSION,
-    LoraUpdate,
-    Rounding,
-    add_to_quantized,
-)
+from midfill.models.checkpoints.lora_update import ROUNDING_VERSION, Rounding
 from midfill.models.checkpoints.model_record import NEED_KEYS
 from midfill.models.config import ModelConfig
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
-
-_FLOATS = ("f32", "f16", "bf16")
-_FALLBACK = "q8_0"  # for kinds that can't be written; eight bits lose next to nothing
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -157,46 +143,24 @@ class AdaptedCheckpoint:
         """Return one tensor by canonical name, merged if the adapter changes it.
 
         Raises:
-            CheckpointError: the base can't provide it.
+            CheckpointError: the base can't provide it, or the adapter's part of it is broken.
         """
         tensor = self.base.tensor(name)
         update, rows = self.adapter.updates.get(name), self.adapter.rows.get(name)
-        if update is not None:
-            tensor = self._updated(tensor, update)
-        if rows is not None:
-            tensor = self._with_rows(tensor, rows)
-        return tensor
+        if update is None and rows is None:
+            return tensor
+        # Compiled, so a process that only describes the model must not load it.
+        from midfill.models.checkpoints.lora_merge import merge
 
-    def _updated(self, tensor: StoredTensor, update: LoraUpdate) -> StoredTensor:
-        if tensor.kind in BLOCK_LAYOUTS and not self.exact:
-            return add_to_quantized(tensor, update.matrix(), self.rounding)
-        merged = tensor.to_float32() + update.matrix()
-        if tensor.kind in _FLOATS or self.exact:
-            return StoredTensor(tensor.name, tensor.shape, "f32", merged)
-        return _quantised(tensor.name, merged, _FALLBACK)
-
-    def _with_rows(self, tensor: StoredTensor, rows: ReplacedRows) -> StoredTensor:
-        where = list(rows.token_ids)
-        if tensor.kind in _FLOATS or self.exact or tensor.kind not in BLOCK_LAYOUTS:
-            values = tensor.to_float32().copy()
-            values[where] = rows.values
-            if tensor.kind in _FLOATS or self.exact:
-                return StoredTensor(tensor.name, tensor.shape, "f32", values)
-            return _quantised(tensor.name, values, _FALLBACK)
-        data = np.array(tensor.data)
-        data[where] = _quantised(tensor.name, rows.values, tensor.kind).data
-        return StoredTensor(tensor.name, tensor.shape, tensor.kind, data)
+        try:
+            return merge(tensor, update, rows, self.rounding, exact=self.exact)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.adapter.path}: {error}") from None
 
     def _digest(self, of_base: str) -> str:
-        how = "exact" if self.exact else f"{self.rounding} {VERSION}"
+        how = "exact" if self.exact else f"{self.rounding} {ROUNDING_VERSION}"
         text = f"{of_base} {self.adapter.fingerprint} {how}"
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredTensor:
-    """Return rows of floats rounded to the nearest quant of a GGML kind."""
-    blocks = quantize(values, GGMLQuantizationType[kind.upper()])
-    return StoredTensor(name, values.shape, kind, blocks.reshape(len(values), -1))
 
 
 def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:

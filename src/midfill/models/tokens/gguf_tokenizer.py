@@ -6,9 +6,12 @@ its merges, but only the name of the rule by which text is split before BPE merg
 tokenizer.json files. The names are llama.cpp's. To add one, add an entry.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
+from itertools import chain
+from operator import add
 from typing import NoReturn
 
 import tokenizers
@@ -75,7 +78,7 @@ def _build_byte_level(reader: "_Reader") -> tuple[tokenizers.Tokenizer, bool]:
     split = PRE_TOKENIZERS[name]
     # The space that separates a merge's halves is never its first character.
     merges = [
-        (merge[: merge.find(" ", 1)], merge[merge.find(" ", 1) + 1 :])
+        (merge[: (space := merge.find(" ", 1))], merge[space + 1 :])
         for merge in reader.texts("merges")
     ]
     model = reader.bpe(merges, ignore_merges=split.whole_words)
@@ -131,18 +134,26 @@ def _halves(piece: str, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 class _Reader:
-    """Typed reading of the ``tokenizer.ggml.*`` keys; errors name the key."""
+    """Typed reading of the ``tokenizer.ggml.*`` keys; errors name the key.
+
+    A start waits for this, so what looks at all 10^5 tokens and merges is mostly not Python's.
+    """
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
         self.tokens = self.texts("tokens")
         self._types = self._token_types()
-        self.vocabulary: dict[str, int] = {}
-        for token_id, token in enumerate(self.tokens):
-            if self._is_unused(token_id):
-                continue
-            if self.vocabulary.setdefault(token, token_id) != token_id:
-                self.fail("tokens", f"holds {token!r} twice")
+        unused = self._unused()
+        self.vocabulary: dict[str, int] = {
+            token: token_id for token_id, token in enumerate(self.tokens) if token_id not in unused
+        }
+        if len(self.vocabulary) + len(unused) < len(self.tokens):
+            twice = next(
+                token
+                for token_id, token in enumerate(self.tokens)
+                if token_id not in unused and self.vocabulary[token] != token_id
+            )
+            self.fail("tokens", f"holds {twice!r} twice")
 
     def text(self, key: str) -> str:
         value = self._value(key)
@@ -152,14 +163,14 @@ class _Reader:
 
     def texts(self, key: str) -> Sequence[str]:
         value = self._value(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if not isinstance(value, list) or not {str}.issuperset(map(type, value)):
             self.fail(key, "must be a list of strings")
         return value
 
     def numbers(self, key: str) -> Sequence[float]:
         """Return a list of numbers, one per token."""
         value = self._value(key)
-        if not isinstance(value, list) or not all(isinstance(v, int | float) for v in value):
+        if not isinstance(value, list) or not {bool, int, float}.issuperset(map(type, value)):
             self.fail(key, "must be a list of numbers")
         if len(value) != len(self.tokens):
             self.fail(key, f"has {len(value)} entries for {len(self.tokens)} tokens")
@@ -182,12 +193,8 @@ class _Reader:
 
     def ordinary_tokens(self) -> dict[str, int]:
         """Return piece -> id of the pieces that text may be merged into."""
-        special = self._special_ids()
-        return {
-            token: token_id
-            for token, token_id in self.vocabulary.items()
-            if self._types[token_id] == _TokenType.NORMAL and token_id not in special
-        }
+        ordinary = self._of_type(_TokenType.NORMAL) - self._special_ids
+        return {token: i for token, i in self.vocabulary.items() if i in ordinary}
 
     def unknown_token(self) -> str | None:
         """Return the piece that stands for uncovered text, None if there is none."""
@@ -199,46 +206,64 @@ class _Reader:
 
     def added_tokens(self) -> list[AddedToken]:
         """Return the tokens that no merge creates: control tokens and user-defined ones."""
-        special = self._special_ids()
-        control = {_TokenType.CONTROL, _TokenType.UNKNOWN}
-        added = []
-        for token, token_id in self.vocabulary.items():
-            kind = self._types[token_id]
-            is_control = token_id in special or kind in control
-            if token and (is_control or kind == _TokenType.USER_DEFINED):
-                added.append(AddedToken(token, normalized=False, special=is_control))
-        return added
+        control = self._special_ids | self._of_type(_TokenType.CONTROL, _TokenType.UNKNOWN)
+        added = control | self._of_type(_TokenType.USER_DEFINED)
+        return [
+            AddedToken(token, normalized=False, special=token_id in control)
+            for token_id in sorted(added)
+            if (token := self.tokens[token_id]) and self.vocabulary.get(token) == token_id
+        ]
 
     def bpe(self, merges: list[tuple[str, str]], **options: object) -> models.BPE:
         """Return the BPE model over all tokens."""
         # The library panics on merges that do not fit; no except clause catches that.
-        for left, right in merges:
-            parts = (left, right, left + right)
-            if not (left and right and all(part in self.vocabulary for part in parts)):
-                self.fail("merges", f"do not fit the vocabulary: {left!r} + {right!r}")
+        if not self._fit(merges):
+            left, right = next(merge for merge in merges if not self._fit([merge]))
+            self.fail("merges", f"do not fit the vocabulary: {left!r} + {right!r}")
         try:
             return models.BPE(vocab=self.vocabulary, merges=merges, **options)
         except Exception as error:  # the library raises bare Exception
             self.fail("merges", f"do not fit the vocabulary: {error}")
 
-    def _special_ids(self) -> Collection[int]:
-        """Return ids that are special by their spelling or because a key names them."""
+    def _fit(self, merges: Sequence[tuple[str, str]]) -> bool:
+        """Return whether all halves are pieces and make pieces; a start waits for 10^5 of them."""
+        lefts, rights = zip(*merges, strict=True) if merges else ((), ())
+        pieces = chain(lefts, rights, map(add, lefts, rights))
+        return (
+            "" not in lefts and "" not in rights and all(map(self.vocabulary.__contains__, pieces))
+        )
+
+    @cached_property
+    def _special_ids(self) -> Set[int]:
+        """Ids that are special by their spelling or because a key names them."""
         named = {self.token_id(f"{name}_token_id") for name in _SPECIAL_NAMES}
-        spelled = {i for token, i in self.vocabulary.items() if looks_like_control(token)}
+        spelled = {
+            token_id
+            for token, token_id in self.vocabulary.items()
+            if token[-1:] == ">" and looks_like_control(token)
+        }
         return spelled | {token_id for token_id in named if token_id is not None}
 
-    def _is_unused(self, token_id: int) -> bool:
-        """Return whether a token only pads the vocabulary to the embedding's size."""
-        kind = self._types[token_id]
-        return kind == _TokenType.UNUSED or self.tokens[token_id] == f"[PAD{token_id}]"
+    def _of_type(self, *kinds: _TokenType) -> Set[int]:
+        wanted = set(map(int, kinds))
+        return {token_id for token_id, kind in enumerate(self._types) if kind in wanted}
+
+    def _unused(self) -> Set[int]:
+        """Return the ids of tokens that only pad the vocabulary to the embedding's size."""
+        padding = {
+            token_id
+            for token_id, token in enumerate(self.tokens)
+            if token[:4] == "[PAD" and token == f"[PAD{token_id}]"
+        }
+        return padding | self._of_type(_TokenType.UNUSED)
 
     def _token_types(self) -> Sequence[int]:
         if _PREFIX + "token_type" not in self._metadata:
-            return [_TokenType.NORMAL] * len(self.tokens)
+            return [int(_TokenType.NORMAL)] * len(self.tokens)
         types = self.numbers("token_type")
-        if not all(isinstance(kind, int) for kind in types):
+        if not {bool, int}.issuperset(map(type, types)):
             self.fail("token_type", "must be a list of whole numbers")
-        return [int(kind) for kind in types]
+        return list(map(int, types))
 
     def _value(self, key: str) -> object:
         value = self._metadata.get(_PREFIX + key)

@@ -96,7 +96,7 @@ class Tokenizer:
         self.special_tokens: Mapping[str, int] = MappingProxyType(
             {token.content: token_id for token_id, token in sorted(added.items())}
         )
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = _highest_id(backend) + 1
         self.bos_token_id = bos_token_id
         self.add_bos = add_bos and bos_token_id is not None
         ends = [self.special_tokens[text] for text in END_TOKENS if text in self.special_tokens]
@@ -286,6 +286,14 @@ def keeps_tokens_of(tokenizer: Tokenizer) -> KeepsTokens:
         return encode(before) + encode(after) == encode(before + after)
 
     return keeps_tokens
+
+
+def _highest_id(backend: tokenizers.Tokenizer) -> int:
+    """Return the highest id of a token, -1 without any."""
+    count = backend.get_vocab_size(with_added_tokens=True)
+    if None not in map(backend.id_to_token, range(count)):
+        return count - 1  # where no id is left out, as mostly
+    return max(backend.get_vocab(with_added_tokens=True).values())
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:

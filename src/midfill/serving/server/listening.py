@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # needs an extra
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2  # for the errors of requests that the server's end has ended
 _OTHER_FILES = 256  # that the process has open, or may open, beside connections
+_LOOP = asyncio.SelectorEventLoop if sys.platform == "win32" else None
+"""The event loop: ZeroMQ's sockets can't be awaited in Windows' own default."""
 
 
 class ServerTls:
@@ -200,7 +202,8 @@ def listen(
     async def served(listener: Listener) -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with contextlib.suppress(NotImplementedError):  # Windows has no such handlers
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         await serve(listener)
 
     with (
@@ -210,7 +213,8 @@ def listen(
         listener = Listener(options, bound, keys, tls, traces)
         listener.warn_if_open()
         try:
-            asyncio.run(served(listener))
+            with asyncio.Runner(loop_factory=_LOOP) as runner:
+                runner.run(served(listener))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
 
@@ -257,13 +261,13 @@ async def answer_until_stopped(
     listener.socket.listen(config.backlog)
     freeze_objects()
     on_listening()
-    loop.remove_signal_handler(signal.SIGTERM)
 
     def reload() -> None:
         listener.reload()
         on_hangup()
 
-    if hasattr(signal, "SIGHUP"):  # not on Windows
+    with contextlib.suppress(NotImplementedError):  # Windows, which has no SIGHUP either
+        loop.remove_signal_handler(signal.SIGTERM)
         loop.add_signal_handler(signal.SIGHUP, reload)
     # uvicorn raises the signal that stopped it again when it is done.
     signal.signal(signal.SIGTERM, _exit)

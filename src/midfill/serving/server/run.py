@@ -11,10 +11,11 @@ from fastapi import APIRouter
 from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from midfill.config import FimTokens, ModelOptions
+from midfill.config import ModelOptions
 from midfill.engine.disaggregated.client import DisaggregatedClient
 from midfill.engine.messages import EngineInfo
 from midfill.engine.process.client import EngineClient
+from midfill.engine.process.supervision import EngineProcess
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.formats import FimFormat
 from midfill.infill.window import WindowRule
@@ -30,6 +31,7 @@ from midfill.serving.server.listening import Listener, answer_until_stopped, lis
 from midfill.serving.server.metrics import Families, families
 from midfill.serving.server.served_engine import ServedEngine
 from midfill.serving.server.service import ModelService
+from midfill.system.process import without_collections
 from midfill.system.progress import Progress
 
 _WORKER_LABELS = ("role", "worker")
@@ -75,6 +77,7 @@ def run_server(
     path: Path,
     on_progress: Progress | None = None,
     on_ready: Callable[[str, EngineInfo, ModelService], None] | None = None,
+    spawned: EngineProcess | None = None,
 ) -> None:
     """Serve until interrupted.
 
@@ -83,12 +86,13 @@ def run_server(
         path: the checkpoint, already on disk.
         on_progress: called with (stage, done, total) while the engine loads.
         on_ready: called with the URL, the engine's info and the service once clients can connect.
+        spawned: a process for the engine that was started ahead; the caller discards it.
 
     Raises:
         MidfillError: the address can't be used, the model can't be loaded, or libraries that the
             options need are not installed.
     """
-    listen(options, partial(_serve, options, path, on_progress, on_ready))
+    listen(options, partial(_serve, options, path, on_progress, on_ready, spawned))
 
 
 @contextlib.asynccontextmanager
@@ -98,6 +102,7 @@ async def open_service(
     on_progress: Progress | None = None,
     tenants: Sequence[str] = ("",),
     limits: RateLimits | None = None,
+    spawned: EngineProcess | None = None,
 ) -> AsyncIterator[ModelService]:
     """Load a model and start its engine process; both end with the ``with`` block.
 
@@ -107,20 +112,19 @@ async def open_service(
         on_progress: called with (stage, done, total) while the engine loads.
         tenants: everybody who may send requests.
         limits: what they may use; None is everything.
+        spawned: a process for the engine that was started ahead.
 
     Raises:
         MidfillError: the model can't be loaded.
     """
-    # Opened here first, so that its faults are reported before a process is started for it.
     run = options.options
     AllowedMethods(run.allow_methods, run.method)  # checks them
-    checkpoint = open_model(path, run.adapter_path, run.weights)
-    engine = _engine_client(options, path, on_progress)
+    engine = _engine_client(options, path, on_progress, spawned)
+    starting = asyncio.ensure_future(engine.start())
     try:
-        # Both take a while: building the tokenizer and starting the engine.
-        format, info = await asyncio.gather(
-            asyncio.to_thread(_prepare_tokenizer, checkpoint, options.fim_tokens), engine.start()
-        )
+        # Meanwhile, the model is opened here, too; its faults are told by whoever finds them here.
+        checkpoint, format = await asyncio.to_thread(_open_for_prompts, options, path)
+        info = await starting
         service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
         if isinstance(engine, DisaggregatedClient):
             service.metrics.add(partial(worker_metrics, engine))
@@ -129,18 +133,26 @@ async def open_service(
         finally:
             service.close()
     finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await engine.close()
 
 
-def _prepare_tokenizer(checkpoint: Checkpoint, fim_tokens: FimTokens | None) -> FimFormat | None:
-    """Build the tokenizer, with all that the first request would wait for; return the format."""
-    format = fim_format(checkpoint, fim_tokens)
-    checkpoint.tokenizer.prepare()
-    return format
+def _open_for_prompts(options: ServeOptions, path: Path) -> tuple[Checkpoint, FimFormat | None]:
+    """Open the model for what its prompts need, with all that the first request would wait for."""
+    run = options.options
+    with without_collections():
+        checkpoint = open_model(path, run.adapter_path, run.weights)
+        format = fim_format(checkpoint, options.fim_tokens)
+        checkpoint.tokenizer.prepare()
+    return checkpoint, format
 
 
 def _engine_client(
-    options: ServeOptions, path: Path, on_progress: Progress | None
+    options: ServeOptions,
+    path: Path,
+    on_progress: Progress | None,
+    spawned: EngineProcess | None,
 ) -> EngineClient | DisaggregatedClient:
     """Return the engine that the options ask for, not yet started."""
     client = (
@@ -156,6 +168,7 @@ def _engine_client(
         logs=options.logs,
         step_timeout=options.step_timeout,
         max_tenant_tokens=options.max_queued_tokens_per_key,
+        spawned=spawned,
     )
 
 
@@ -206,10 +219,12 @@ async def _serve(
     path: Path,
     on_progress: Progress | None,
     on_ready: Callable[[str, EngineInfo, ModelService], None] | None,
+    spawned: EngineProcess | None,
     listener: Listener,
 ) -> None:
     keys, limits = listener.keys, RateLimits(listener.keys.limits_of)
-    async with open_service(options, path, on_progress, keys.tenants, limits) as service:
+    opened = open_service(options, path, on_progress, keys.tenants, limits, spawned)
+    async with opened as service:
 
         def listening() -> None:
             if on_ready is not None and service.engine.info is not None:
