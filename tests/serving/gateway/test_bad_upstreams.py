@@ -91,9 +91,21 @@ def completions(
         (lambda: endless(head(), event("x" * 50_000), 10_000), "which no such answer has"),
         (lambda: sent(head(content_length=500) + event("x", "stop")), None),
         (lambda: sent(head(content_length=9) + event("x", "stop")), "HTTP as it should"),
+        (lambda: sent(head(kind="text/\x1b[2J\n")), "instead of a stream of events"),
         (lambda: sent(head(x="y" * 100_000)), "doesn't speak HTTP as it should"),
     ],
-    ids=["307", "303", "gzip", "nested", "comments", "too-much", "longer", "shorter", "head"],
+    ids=[
+        "307",
+        "303",
+        "gzip",
+        "nested",
+        "comments",
+        "too-much",
+        "longer",
+        "shorter",
+        "kind",
+        "head",
+    ],
 )
 def test_what_is_no_answer_is_one_line(
     answer: Callable[[], AsyncIterator[bytes]], message: str | None
@@ -108,8 +120,23 @@ def test_what_is_no_answer_is_one_line(
                 else:
                     assert response.status_code == 503, response.text
                     assert message in response.json()["error"]["message"]
+                    assert response.json()["error"]["message"].isprintable()
                     assert "choices" not in response.text  # nor in the log
             assert elsewhere.received == []
+
+    run(test())
+
+
+def test_an_interim_answer_and_no_other_is_no_answer() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url, upstream_timeout=0.5) as gateway:
+                upstream.respond = completions(
+                    lambda: sent(head(199, content_length=9_000_000) + b"x" * 5_000_000)
+                )
+                for _ in range(3):
+                    status, _ = await gateway.refused(**REQUEST)
+                    assert status == 503
 
     run(test())
 

@@ -291,8 +291,8 @@ def _check_kind(response: aiohttp.ClientResponse, wanted: str, path: str) -> Non
     if kind != wanted:
         name = "a stream of events" if wanted == _EVENTS else "JSON"
         raise UpstreamFailedError(
-            f"answers {path} with {kind[:80]} instead of {name}; does it speak this API?"
-            " (--upstream-api)"
+            f"answers {path} with {error_text(kind[:80])} instead of {name}; does it speak this"
+            " API? (--upstream-api)"
         )
 
 

@@ -63,7 +63,11 @@ def _trace_connections() -> aiohttp.TraceConfig:
 
 
 async def send(
-    session: aiohttp.ClientSession, method: str, url: str, **options: Any
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    timeout: aiohttp.ClientTimeout,
+    **options: Any,
 ) -> aiohttp.ClientResponse:
     """Send a request, and again as long as kept connections turn out to be closed.
 
@@ -75,18 +79,22 @@ async def send(
     Args:
         session: made by ``open_session``.
         method, url: what and where to.
-        options: those of ``session.request``.
+        timeout: its ``total`` or, if it has none, all of it bounds the time to the answer's head:
+            aiohttp waits for ever where an interim answer (1xx) has a long body.
+        options: further ones of ``session.request``.
 
     Raises:
         aiohttp.ClientError: there is no answer.
+        TimeoutError: there is none in time.
         UpstreamFailedError: the answer redirects, or is compressed.
     """
+    seconds = timeout.total or (timeout.sock_connect or 0) + (timeout.sock_read or 0)
     while True:
         attempt = _Attempt()
+        options |= {"timeout": timeout, "trace_request_ctx": attempt}
         try:
-            response = await session.request(
-                method, url, allow_redirects=False, trace_request_ctx=attempt, **options
-            )
+            async with asyncio.timeout(seconds or None):
+                response = await session.request(method, url, allow_redirects=False, **options)
             break
         except aiohttp.ClientConnectionError as error:
             if not attempt.reused or isinstance(error, TimeoutError):
