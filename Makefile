@@ -8,7 +8,7 @@
 # make web-check  whether the built pages are what web/ builds
 # make docs       build the documentation site into build/docs; open index.html there
 # make fuzz       a million inputs for the parsers; TARGETS="gguf planner" RUNS=0.1 for fewer
-# make fuzz-api   CALLS=50000 calls of the server's API, valid and not
+# make fuzz-api   CALLS=100000 calls of the API, ANSWERS=2000 hostile servers behind a gateway
 # make bench      the EFIM rounds load on this machine
 
 PYTHON ?= python3
@@ -18,7 +18,8 @@ WORKERS ?= 2
 ARGS ?=
 TARGETS ?=
 RUNS ?= 1
-CALLS ?= 50000
+CALLS ?= 100000
+ANSWERS ?= 2000
 
 .PHONY: serve test test-slow test-python gateway-test lint web web-check docs bench fuzz \
 	fuzz-api format clean
@@ -71,7 +72,7 @@ fuzz: $(VENV)/.installed-fuzz
 	$(BIN)/python tests/fuzz/run.py --runs $(RUNS) $(TARGETS)
 
 fuzz-api: $(VENV)/.installed-dev
-	$(BIN)/python tests/fuzz/api.py --calls $(CALLS)
+	$(BIN)/python tests/fuzz/api.py --calls $(CALLS) --answers $(ANSWERS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix src benchmarks tests examples docs

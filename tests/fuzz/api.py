@@ -1,13 +1,18 @@
-"""Call a server's API with whatever schemathesis makes of its OpenAPI description.
+"""Call a server's API, and a gateway in front of a server, with whatever could hurt them.
 
-    make fuzz-api CALLS=50000
+    make fuzz-api CALLS=100000 ANSWERS=2000
 
-A tiny model answers. Calls that end with a status of 500 or more, or hang, are named at the end,
-each as a curl command; the exit status is then 1.
+A fifth of the calls schemathesis makes of the API's OpenAPI description; the others are bytes
+(``fuzzing.connections``). Then a gateway gets hostile answers (``fuzzing.upstreams``). A tiny model
+answers, beside a warm tier whose folder was poisoned. Calls that end with a status of 500 or more
+that is not documented, or hang, are named at the end; the exit status is then 1.
 """
 
 import argparse
+import asyncio
 import json
+import logging
+import os
 import sys
 import tempfile
 import time
@@ -17,38 +22,99 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from fuzzing.api import Calls, call, operations
-from running_server import start
+from fuzzing.connections import ByteCalls, Stalls, endpoints
+from fuzzing.upstreams import attack
+from running_server import RunningServer, start
 from tiny_checkpoints import write_tiny
 
-_ROUND = 50  # calls of each operation before the next one's
+_ROUND = 10  # calls of each operation that schemathesis makes before the next one's
+_AS_BYTES = 4  # times as many calls as bytes
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:
-    """Call all operations in turn until there were enough calls."""
+    """Send the calls, then the answers; return 1 if there were bugs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=50_000)
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--answers", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    calls, number, started = Calls(), 0, time.monotonic()
+    good = not given.calls or call_server(given.calls, given.seed)
+    logging.disable(logging.CRITICAL)
+    return 0 if answer_gateway(given.answers, given.seed) and good else 1
+
+
+def call_server(most: int, first: int) -> bool:
+    """Send calls to a server; return whether it bore them."""
+    calls, number, started, grown = Calls(), first, time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "tiny-llama")
-        options = ("--kv-memory", "8MB", "--allow-method", "any", "--log-level", "warning")
-        with start(model, *options) as server:
+        poisoned = poison(Path(folder) / "kv")
+        options = ("--kv-memory", "8MB", "--allow-method", "any", "--log-level", "error",
+                   "--client-timeout", "1", "--warm-tier-disk", "8MB",
+                   "--warm-tier-folder", str(poisoned))  # fmt: skip
+        with start(model, *options) as server, Stalls(server.url, server.process.pid) as stalls:
             known = list(operations(server.url))
-            while len(calls) < given.calls and not calls.bugs:
+            described = endpoints(server.get("/openapi.json").json())
+            sent = ByteCalls(server.url, described, calls, stalls)
+            while len(calls) < most and len(calls.bugs) < 20:
+                before = len(calls)
                 for operation in known:
                     call(operation, calls, _ROUND, number)
+                last = 10**7 * number + _AS_BYTES * max(_ROUND, len(calls) - before)
+                sent.send_all(range(10**7 * number, last))
                 number += 1
-                print(f"{len(calls)} calls, {len(calls.bugs)} bugs", flush=True)
+                if not grown and len(calls) > most // 2:
+                    grown = memory(server)
+                print(f"{len(calls)} calls, {len(calls.bugs)} bugs, {stalls.worst:.3f} s stall")
+            grown = memory(server) - grown if grown else 0.0
             restarts = server.metric("engine_restarts_total")
+            answered = server.complete(prompt="a = ", max_tokens=2)["choices"]
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(calls.statuses.items()))
-    took = time.monotonic() - started
     print(
-        f"{len(calls)} calls of {len(known)} operations in {took:.0f} s, answered with {statuses};"
-        f" {restarts:.0f} restarts of the engine"
+        f"{len(calls)} calls of {len(known)} operations in {time.monotonic() - started:.0f} s,"
+        f" answered with {statuses} (0: none); {restarts:.0f} restarts of the engine;"
+        f" {len(stalls.over)} stalls over 100 ms, the longest {stalls.worst:.3f} s;"
+        f" {grown:+.1f} MB since the first half"
     )
-    print(*calls.bugs, sep="\n")
-    return 1 if calls.bugs or restarts else 0
+    print(*stalls.over[:20], *calls.bugs, sep="\n")
+    return not (calls.bugs or restarts or stalls.over) and bool(answered)
+
+
+def answer_gateway(most: int, seed: int) -> bool:
+    """Give hostile answers to a gateway; return whether it bore them."""
+    run = asyncio.run(attack(range(most), seed))
+    statuses = ", ".join(f"{status}: {count}" for status, count in sorted(run.statuses.items()))
+    print(
+        f"{run.answers} hostile answers, of which clients got {statuses}; the longest stall"
+        f" {run.stall:.3f} s (answers {run.stalled_by}); {run.grown_bytes / 1e6:+.1f} MB since the"
+        " first half"
+    )
+    print(*run.bugs, sep="\n")
+    return not run.bugs and run.stall <= 0.1
+
+
+def memory(server: RunningServer) -> float:
+    """Return the megabytes of a server and its engine, once it is idle."""
+    server.wait_until_settled()
+    processes = [server.process.pid, *server.engine_processes()]
+    pages = (int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in processes)
+    return sum(pages) * _PAGE / 1e6
+
+
+def poison(folder: Path) -> Path:
+    """Make a warm tier's folder that holds what an attacker, or a crash, could have left."""
+    for name in ("0" * 32, "f" * 32):
+        model = folder / name
+        model.mkdir(0o700, parents=True)
+        (model / "lock").symlink_to("/dev/null")
+        (model / f"{'ab' * 32}.kv").write_bytes(os.urandom(5000))
+        (model / f"{'cd' * 32}.kv").symlink_to("/dev/zero")
+        (model / f"{'ef' * 32}.kv").mkdir()
+        (model / ".x.partial").write_bytes(bytes(9_000_000))
+    folder.chmod(0o700)
+    return folder
 
 
 def write_model(folder: Path) -> Path:

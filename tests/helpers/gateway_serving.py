@@ -13,6 +13,7 @@ import uvicorn
 from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.run import Gateway, open_gateway
 from midfill.serving.server.auth import KeyRing
+from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.listening import bind
 
 
@@ -46,12 +47,15 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serve(
-    *upstreams: str, keys: tuple[str, ...] = (), **options: Any
+    *upstreams: str,
+    keys: tuple[str, ...] = (),
+    limits: RateLimits | None = None,
+    **options: Any,
 ) -> AsyncIterator[Served]:
     """Serve a gateway on a free port of the loopback interface."""
     ring = KeyRing(keys)
     given = GatewayOptions(upstreams=upstreams, **{"wait": 0.0, "upstream_timeout": 60, **options})
-    async with open_gateway(given, ring.tenants) as gateway:
+    async with open_gateway(given, ring.tenants, limits) as gateway:
         config = uvicorn.Config(gateway.app(ring), log_config=None, lifespan="off")
         server = uvicorn.Server(config)
         with bind("127.0.0.1", 0) as listener:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -25,6 +25,8 @@ QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>", "
         "<|repo_name|>", "<|file_sep|>", "<|im_end|>")  # fmt: skip
 PAD = "\ue000"
 """In an answer of llama.cpp's kind: the special token <|fim_pad|>, which has no text."""
+CHAT_USAGE = {"prompt_tokens": 30, "completion_tokens": 20}
+"""What the server says that a chat has cost."""
 _SPECIAL = 0x200000  # ids of special tokens
 _BOS = 0x300000
 
@@ -112,6 +114,8 @@ class StubUpstream:
         tried: requests that only find out what it can do.
         requests_per_connection: it closes a connection on which more come, as if that had been idle
             for too long.
+        respond: returns the bytes of the whole answer to a path and a body, after which the
+            connection is closed; None answers as ever.
     """
 
     model: StubModel = field(default_factory=StubModel)
@@ -121,6 +125,7 @@ class StubUpstream:
     chats: list[dict[str, Any]] = field(default_factory=list)
     tried: list[dict[str, Any]] = field(default_factory=list)
     requests_per_connection: float = math.inf
+    respond: Callable[[str, Any], AsyncIterator[bytes] | None] | None = None
     port: int = 0
     healthy: bool = True
     tokenized: int = 0
@@ -217,6 +222,12 @@ class StubUpstream:
         writer: asyncio.StreamWriter,
     ) -> None:
         model = self.model
+        raw = None if self.respond is None else self.respond(path, body)
+        if raw is not None:
+            async for chunk in raw:
+                writer.write(chunk)
+                await writer.drain()
+            raise ConnectionError  # the connection ends with the answer
         if path == "/health":
             _send(writer, 200 if self.healthy else 500, {})
         elif path == "/v1/models":
@@ -240,11 +251,14 @@ class StubUpstream:
                 _send(writer, 500, {"error": {"message": "no"}})
             elif "messages" not in body:
                 _send(writer, 400, {"error": {"message": "messages are missing"}})
-            else:
+            elif body.get("stream"):
                 begin(writer)
-                for piece in ("Hello", " there"):
-                    write(writer, b"data: " + json.dumps({"said": piece}).encode() + b"\n\n")
+                for piece in ({"said": "Hello"}, {"said": " there", "usage": CHAT_USAGE}):
+                    write(writer, b"data: " + json.dumps(piece).encode() + b"\n\n")
+                write(writer, b"data: [DONE]\n\n")
                 write(writer, b"")
+            else:
+                _send(writer, 200, {"said": "Hello there", "usage": CHAT_USAGE})
         else:
             _send(writer, 404, {"error": {"message": f"nothing at {path}"}})
         await writer.drain()

@@ -74,3 +74,22 @@ def test_which_settings_lead_to_another_server() -> None:
     assert Settings(url="http://h:1").access != DEFAULTS.access
     assert Settings(model="m").access != DEFAULTS.access
     assert Settings(max_tokens=3).access == DEFAULTS.access
+
+
+def test_a_key_is_sent_to_its_own_server_only() -> None:
+    settings, _ = DEFAULTS.updated({"url": "http://team", "apiKey": "k"})
+    assert settings.sent_key == "k"
+    for given in ({"url": "http://evil"}, {"url": "http://evil", "apiKey": "k"}):
+        other, problems = settings.updated(given)
+        assert other.sent_key is None
+        assert other.access != settings.access
+        assert problems[0].startswith("apiKey: the key is for http://team")
+        assert other.updated({"url": "http://team"})[0].sent_key == "k"
+    assert settings.updated({"url": "http://b", "apiKey": "its own"})[0].sent_key == "its own"
+    assert settings.updated({"apiKey": "newer"})[0].sent_key == "newer"
+
+
+def test_no_setting_says_whose_key_it_is() -> None:
+    settings, _ = DEFAULTS.updated({"apiKey": "k"})
+    other, _ = settings.updated({"url": "http://evil", "keyUrl": "http://evil"})
+    assert other.sent_key is None

@@ -228,3 +228,30 @@ def test_other_arrays_are_left_alone() -> None:
     read_ahead(array[2:])
     release_pages(array[2:])
     assert array.sum() == 45
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names open files by /proc")
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_new_name_is_flushed_after_what_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Otherwise a power cut could take the name back, or leave it without its content."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_flush(handle: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name.split(".")[-1])
+        fsync(handle)
+
+    def note_name(path: Path, target: Path) -> None:
+        done.append("renamed")
+        replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "replace", note_name)
+    if kind == "file":
+        write_file(tmp_path / "kept" / "x", "new")
+        assert done == ["partial", "renamed", "kept"]
+    else:
+        write_folder(tmp_path / "kept" / "x", fill)
+        assert done == ["a", "writing", "renamed", "kept"]

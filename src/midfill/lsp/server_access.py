@@ -75,7 +75,7 @@ class ServerAccess:
 
     @cached_property
     def _client(self) -> "ApiClient":
-        return _connect(self._settings.url, self._settings.api_key)
+        return _connect(self._settings.url, self._settings.sent_key)
 
 
 class _OwnServer:

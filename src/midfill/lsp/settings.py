@@ -15,7 +15,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     Attributes:
         url: of the server that is asked.
-        api_key: the key that this server wants.
+        api_key: a key that a server wants.
+        key_url: whose key that is, the one at this ``url``. A key stays bound to the URL that it
+            was first given with: the settings of a folder that is opened may name another one.
         model: serve this model in a process of its own instead of asking ``url``.
         start: if no server answers at ``url``, serve the default model in a process of its own.
         max_tokens: maximum tokens of a completion.
@@ -30,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     url: str = DEFAULT_URL
     api_key: str | None = None
+    key_url: str | None = None
     model: str | None = None
     start: bool = False
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
@@ -41,7 +44,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def access(self) -> tuple[object, ...]:
         """What decides which server is asked."""
-        return self.url, self.api_key, self.model, self.start
+        return self.url, self.sent_key, self.model, self.start
+
+    @property
+    def sent_key(self) -> str | None:
+        """The key to send to ``url``: only its own."""
+        return self.api_key if self.key_url == self.url else None
 
     def updated(self, given: object) -> tuple["Settings", list[str]]:
         """Return the settings with those that a client has sent, and what is wrong with others.
@@ -62,7 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         problems = []
         for field in msgspec.structs.fields(Settings):
             value = given.get(field.encode_name)
-            if value is None:
+            if value is None or field.name == "key_url":
                 continue
             try:
                 values[field.name] = msgspec.convert(value, field.type)
@@ -73,7 +81,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
             except (msgspec.ValidationError, ValueError) as error:
                 values.pop(field.name, None)
                 problems.append(f"{field.encode_name}: {_reason(field.type, error)}")
-        return msgspec.structs.replace(self, **values), problems
+        url = values.get("url", self.url)
+        if values.get("api_key", self.api_key) != self.api_key:
+            values["key_url"] = url
+        updated = msgspec.structs.replace(self, **values)
+        if updated.api_key is not None and updated.sent_key is None:
+            problems.append(
+                f"apiKey: the key is for {updated.key_url}, and expected nowhere else; it is not"
+                f" sent to {url}. Give the key of {url} or, if it is the same, start again"
+            )
+        return updated, problems
 
 
 def check_api_key(key: str) -> None:

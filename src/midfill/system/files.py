@@ -47,19 +47,29 @@ def replacing_file(target: Path) -> Iterator[Path]:
 
 
 def rename_synced(path: Path, target: Path) -> None:
-    """Flush a complete file to the disk, then rename it, replacing ``target``.
+    """Flush a complete file or folder to the disk, then rename it, replacing ``target``.
 
-    Without the flush, a power cut could leave the name without the bytes.
+    Both are flushed: what has the name, since a power cut could leave the name without the bytes,
+    and the folder that holds the name, since it could otherwise take the name back.
 
     Raises:
         OSError: one of them can't be done.
     """
+    for each in (*path.rglob("*"), path) if path.is_dir() else (path,):
+        _flush(each)
+    os.replace(path, target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    """Write what a system holds of a file, or of a folder's names, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-    os.replace(path, target)
 
 
 def write_file(target: Path, content: str) -> None:
@@ -110,12 +120,12 @@ def _apply_default_mode(folder: Path) -> None:
 
 def _replace_folder(temporary: Path, target: Path) -> None:
     if not target.exists():
-        os.replace(temporary, target)
+        rename_synced(temporary, target)
         return
     previous = target.with_name(f".{target.name}.old")
     shutil.rmtree(previous, ignore_errors=True)
     os.replace(target, previous)
-    os.replace(temporary, target)
+    rename_synced(temporary, target)
     shutil.rmtree(previous, ignore_errors=True)
 
 

@@ -16,8 +16,8 @@ from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest, RequestedLayout
 from midfill.infill.template import parse_template
 from midfill.infill.window import WindowRule
-from midfill.serving.gateway.upstream import read_events
 from midfill.serving.gateway.upstream_api import UpstreamFailedError
+from midfill.serving.gateway.upstream_http import read_events
 from midfill.serving.server.app import DIALECTS
 from midfill.serving.server.auth import KeyRing, monitor_check, tenant_check
 from midfill.serving.server.bodies import decode_json

@@ -1,8 +1,11 @@
 """Folders of chunks: files that are whole or absent, bounded, private, and found again."""
 
+import contextlib
+import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import filelock
@@ -147,17 +150,85 @@ def test_a_failed_write_leaves_nothing(
     folder.store(key(1), b"one")
 
     def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
         patched.setattr(os, failing, fail)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="Input/output"):
             folder.store(key(2), b"two")
     assert names(tmp_path / "kv") == {f"{key(1).hex()}.kv"}
     assert key(2) not in folder
     assert folder.used_bytes == 3
     folder.store(key(2), b"two")
     assert folder.load(key(2)) == b"two"
+
+
+class FullDisk:
+    """A disk of so many bytes, on which a folder is."""
+
+    def __init__(self, path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.size = size
+        self._write = os.write
+        monkeypatch.setattr(module.os, "write", self.write)
+
+    @property
+    def used(self) -> int:
+        return sum(one.stat().st_size for one in self.path.iterdir())
+
+    def write(self, handle: int, data: bytes) -> int:
+        free = self.size - self.used
+        if free <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._write(handle, bytes(data[:free]))
+
+
+def test_on_a_full_disk_the_oldest_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path / "kv", 1000)
+    disk = FullDisk(tmp_path / "kv", 100, monkeypatch)
+    for number in range(50):
+        assert folder.store(key(number), bytes([number]) * 20)
+        assert folder.used_bytes == disk.used, "the metric is what is there"
+    assert [number for number in range(50) if key(number) in folder] == [45, 46, 47, 48, 49]
+    assert folder.evicted_chunks == 45
+
+
+def test_a_disk_that_others_fill_does_not_cost_all_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path / "kv", 1000)
+    disk = FullDisk(tmp_path / "kv", 1000, monkeypatch)
+    for number in range(40):
+        folder.store(key(number), bytes(20))
+    disk.size = 0  # others take what becomes free
+    with pytest.raises(OSError, match="No space left"):
+        folder.store(key(99), bytes(20))
+    assert folder.chunks == 33
+    assert folder.used_bytes == disk.used
+
+
+def test_a_file_that_can_not_be_removed_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path / "kv")
+    folder.store(key(1), b"one")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    folder.remove(key(1))
+    assert key(1) not in folder
+    assert folder.used_bytes == 3
+
+
+def test_what_is_not_stored_is_said_not_to_be(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "kv", 10)
+    assert not folder.store(key(1), bytes(11))
+    folder.close()
+    assert not folder.store(key(2), b"two")
 
 
 def test_a_folder_that_is_closed_during_a_write_keeps_nothing_of_it(
@@ -280,6 +351,88 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_files(tmp_path: P
             number = int(name.removesuffix(".kv"), 16)
             assert folder.load(key(number)) == number.to_bytes(4, "big") * 25_000
         folder.close()
+
+
+_WRITE_SLOWLY = """
+import os, sys, time
+from pathlib import Path
+from midfill.kv.tiers.folders import ChunkFolder
+folder = ChunkFolder(Path(sys.argv[1]), 10**6, durable=True)
+folder.store(bytes(32), b"whole")
+write = os.write
+def slowly(handle, data):
+    time.sleep(0.01)
+    return write(handle, data[:100])
+os.write = slowly
+folder.store(b"\\x01" * 32, bytes(10**6 - 5))
+"""
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_file_leaves_the_others(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", _WRITE_SLOWLY, str(tmp_path / "kv")]
+    for _ in range(2):
+        with subprocess.Popen(command) as process:
+            deadline = time.monotonic() + 60
+            while not (begun := sizes(tmp_path / "kv", "*.partial")) or begun[0] < 200:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.005)
+            process.kill()
+        assert 0 < sizes(tmp_path / "kv", "*.partial")[0] < 10**6 - 5, "it was in the middle"
+        folder = open_folder(tmp_path / "kv", 10**6)
+        assert (folder.chunks, folder.load(bytes(32))) == (1, b"whole")
+        assert names(tmp_path / "kv") == {f"{bytes(32).hex()}.kv"}
+        folder.close()
+
+
+def sizes(path: Path, pattern: str) -> list[int]:
+    """Return the sizes of files."""
+    return [one.stat().st_size for one in path.glob(pattern)]
+
+
+class OldFileLock(contextlib.nullcontext[None]):
+    """filelock's before 3.20.1, which emptied the file that a link named."""
+
+    def __init__(self, path: Path, *, blocking: bool) -> None:
+        super().__init__()
+        self._path = path
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def acquire(self) -> None:
+        self._path.write_bytes(b"")
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("plant", ["link", "others", "linked-folder"])
+def test_what_others_planted_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: str
+) -> None:
+    monkeypatch.setattr(module.filelock, "FileLock", OldFileLock)
+    (tmp_path / "mine").write_text("precious")
+    planted, disk = tmp_path / "midfill-kv-planted", tmp_path / "disk"
+    elsewhere = tmp_path / "elsewhere"
+    disk.mkdir(mode=0o700)
+    for folder in (planted, disk / ("0" * 32)):
+        where = elsewhere if plant == "linked-folder" else folder
+        where.mkdir(exist_ok=True)
+        for name in ("owner", "lock"):
+            (where / name).unlink(missing_ok=True)
+            (where / name).symlink_to(tmp_path / "mine")
+        if plant == "linked-folder":
+            folder.symlink_to(elsewhere)
+        elif plant == "others":
+            folder.chmod(0o777)
+    MemoryFolder(1000, tmp_path)
+    open_disk_folder(disk, "f" * 32, 1000)
+    assert (tmp_path / "mine").read_text() == "precious"
+    assert planted.exists()
+    assert (disk / ("0" * 32)).exists()
 
 
 def test_it_is_private_and_goes_with_its_owner(tmp_path: Path) -> None:

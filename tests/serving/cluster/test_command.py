@@ -55,3 +55,27 @@ def test_a_start_that_was_killed_is_known_and_can_be_ended(tiny_folder: Path) ->
     assert find_local() is None
     assert not cluster.running
     assert not Path(cluster.folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warnings"),
+    [("127.0.0.1", (), 0), ("0.0.0.0", (), 2), ("0.0.0.0", ("a-key",), 1)],
+)
+def test_who_lets_others_in_is_warned(
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    keys: tuple[str, ...],
+    warnings: int,
+) -> None:
+    def go_no_further(cpus: float) -> None:
+        raise MidfillError("that's enough")
+
+    monkeypatch.setattr(command, "start_local", go_no_further)
+    monkeypatch.setattr(command, "find_local", lambda: None)
+    engines = EnginesSpec(model=ModelSpec(model=str(tiny_folder)))
+    with pytest.raises(MidfillError, match="enough"):
+        start(engines, FrontSpec(api_keys=keys), None, host, 0, lambda _: None)
+    said = [record.getMessage() for record in caplog.records if "0.0.0.0" in record.getMessage()]
+    assert len(said) == warnings

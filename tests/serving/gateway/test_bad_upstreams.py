@@ -1,10 +1,14 @@
 """Servers behind a gateway that are down, slow, wrong or full: one clear line, nothing hangs."""
 
 import asyncio
+import json
 import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from gateway_serving import run, serve
+from hostile_answers import EVENTS, WHOLE, bomb, endless, event, head, sent, split, whole
 from stub_upstream import Behaviour, StubModel, StubUpstream
 
 from midfill.errors import MidfillError
@@ -26,7 +30,7 @@ async def assert_refused(message: str, *urls: str, **options: str) -> None:
         ("html", 503, "answers /v1/completions with text/html instead of a stream of events"),
         ("closes", 503, "closed the connection early"),
         ("error-event", 503, "failed on the request: CUDA is out of luck"),
-        ("endless-line", 503, "sent an endless line"),
+        ("endless-line", 503, "bytes, which no such answer has"),
         ("fails", 503, "answers /v1/completions with status 500: no"),
         ("unauthorised", 503, "refuses the gateway's API key (--upstream-key)"),
         ("unknown-model", 503, "no such model: The model does not exist."),
@@ -65,6 +69,161 @@ def test_the_client_is_told_or_another_server_answers(
                         each for each in gateway.gateway.pool.upstreams if each.address == bad.url
                     )
                     assert counted.failures == len(bad.received)
+
+    run(test())
+
+
+def completions(
+    answer: Callable[[], AsyncIterator[bytes]],
+) -> Callable[[str, Any], AsyncIterator[bytes] | None]:
+    """Return what answers completions so, and everything else as ever."""
+    return lambda path, body: answer() if path == "/v1/completions" else None
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda: sent(head(307, location="http://127.0.0.1:1/")), "redirects to"),
+        (lambda: sent(head(303, location="/elsewhere")), "redirects to '/elsewhere'"),
+        (lambda: sent(bomb(EVENTS, 64)), "sends its answer compressed ('gzip'), unasked"),
+        (lambda: sent(head(), b"data: " + b"[" * 5000 + b"\n\n"), "an event that is no JSON"),
+        (lambda: endless(head(), b": still here\n" * 4096, 10_000), "which no such answer has"),
+        (lambda: endless(head(), event("x" * 50_000), 10_000), "which no such answer has"),
+        (lambda: sent(head(content_length=500) + event("x", "stop")), None),
+        (lambda: sent(head(content_length=9) + event("x", "stop")), "HTTP as it should"),
+        (lambda: sent(head(kind="text/\x1b[2J\n")), "instead of a stream of events"),
+        (lambda: sent(head(x="y" * 100_000)), "doesn't speak HTTP as it should"),
+    ],
+    ids=[
+        "307",
+        "303",
+        "gzip",
+        "nested",
+        "comments",
+        "too-much",
+        "longer",
+        "shorter",
+        "kind",
+        "head",
+    ],
+)
+def test_what_is_no_answer_is_one_line(
+    answer: Callable[[], AsyncIterator[bytes]], message: str | None
+) -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream, StubUpstream() as elsewhere:
+            async with serve(upstream.url) as gateway:
+                upstream.respond = completions(answer)
+                response = await gateway.client.post("/v1/completions", json=REQUEST)
+                if message is None:  # all that was asked for had come
+                    assert response.json()["choices"][0]["text"] == "x"
+                else:
+                    assert response.status_code == 503, response.text
+                    assert message in response.json()["error"]["message"]
+                    assert response.json()["error"]["message"].isprintable()
+                    assert "choices" not in response.text  # nor in the log
+            assert elsewhere.received == []
+
+    run(test())
+
+
+def test_an_interim_answer_and_no_other_is_no_answer() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url, upstream_timeout=0.5) as gateway:
+                upstream.respond = completions(
+                    lambda: sent(head(199, content_length=9_000_000) + b"x" * 5_000_000)
+                )
+                for _ in range(3):
+                    status, _ = await gateway.refused(**REQUEST)
+                    assert status == 503
+
+    run(test())
+
+
+def test_what_an_answer_costs_is_not_more_than_was_asked_for() -> None:
+    usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2**39}}
+    lie = b"data: " + json.dumps(usage).encode() + b"\n\n"
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                upstream.respond = completions(lambda: sent(head() + event("x", "stop") + lie))
+                answer = await gateway.complete(**REQUEST, max_tokens=7)
+                assert answer["usage"]["completion_tokens"] == 7
+
+    run(test())
+
+
+def test_ids_that_are_none_are_left_out() -> None:
+    choice = {"index": 0, "text": "x", "token_ids": [2**70], "finish_reason": "stop"}
+    lie = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                upstream.respond = completions(lambda: sent(head() + lie))
+                answer = await gateway.complete(**REQUEST, return_token_ids=True)
+                assert answer["choices"][0]["text"] == "x"
+
+    run(test())
+
+
+@pytest.mark.parametrize("parts", [2, 1000])
+def test_what_a_server_says_of_itself_may_come_in_parts(parts: int) -> None:
+    models = whole({"data": [{"id": "stub-coder", "owned_by": "vllm", "note": "x" * 5000}]})
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            upstream.respond = lambda path, body: (
+                sent(*split(models, parts)) if path == "/v1/models" else None
+            )
+            async with serve(upstream.url) as gateway:
+                await gateway.gateway.pool.check()
+                await gateway.complete(**REQUEST)
+
+    run(test())
+
+
+def test_a_refusal_that_comes_in_parts_is_told_whole() -> None:
+    data = json.dumps({"error": {"message": "no " * 90}}).encode()
+    answer = head(400, WHOLE, content_length=len(data)) + data
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                upstream.respond = completions(lambda: sent(*split(answer, 1000)))
+                _, message = await gateway.refused(**REQUEST)
+                assert message.count("no") == 90
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: sent(head(kind=WHOLE) + b"[" * 100_000),
+        lambda: endless(head(kind=WHOLE) + b'{"data":[', b'{"id":"x"},' * 10_000, 100),
+        lambda: sent(head(kind=WHOLE) + b'{"data":[{"id":"' + b"x" * 100_000 + b'"}]}'),
+        lambda: sent(bomb(WHOLE, 64)),
+        lambda: sent(head(307, location="/v1/models")),
+    ],
+    ids=["nested", "endless", "long", "gzip", "redirect"],
+)
+def test_health_checks_go_on_whatever_a_server_says(
+    answer: Callable[[], AsyncIterator[bytes]],
+) -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                pool = gateway.gateway.pool
+                upstream.respond = lambda path, body: answer() if path == "/v1/models" else None
+                await pool.check()
+                assert not pool.ready
+                assert len(pool.upstreams[0].fault or "") < 600
+                upstream.respond = None
+                await pool.check()
+                assert pool.ready
 
     run(test())
 

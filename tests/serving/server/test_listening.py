@@ -1,4 +1,4 @@
-"""TLS: what a server's files may be, and certificates that change while it runs."""
+"""TLS: what a server's files may be, and certificates that change; whose address counts."""
 
 import asyncio
 import signal
@@ -10,10 +10,11 @@ import httpx
 import pytest
 import trustme
 from running_server import start
+from starlette.types import Receive, Scope, Send
 
 from midfill.errors import MidfillError
 from midfill.serving.options import TlsFiles
-from midfill.serving.server.listening import ServerTls
+from midfill.serving.server.listening import ServerTls, server_config
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +158,30 @@ def test_a_server_with_tls(tiny_folder: Path, tmp_path: Path, authority: trustme
         with pytest.raises(httpx.TransportError):
             httpx.get(server.url.replace("https", "http") + "/health")
         assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(("trusted", "host"), [(None, "127.0.0.1"), ("127.0.0.1", "192.0.2.7")])
+def test_an_address_is_the_connections_unless_a_proxy_is_trusted(
+    monkeypatch: pytest.MonkeyPatch, trusted: str | None, host: str
+) -> None:
+    """Otherwise whoever guesses keys would have as many addresses as they like."""
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["client"][0])
+
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    scope = {
+        "type": "http",
+        "scheme": "http",
+        "client": ("127.0.0.1", 1),
+        "headers": [(b"x-forwarded-for", b"192.0.2.7")],
+    }
+
+    async def send_one() -> None:
+        await server_config(app).loaded_app(scope, None, None)
+
+    asyncio.run(send_one())
+    assert seen == [host]

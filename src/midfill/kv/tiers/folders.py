@@ -11,6 +11,7 @@ of the same user removes it.
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -33,11 +34,13 @@ _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
 SHARED_MEMORY = Path("/dev/shm")
 _MEMORY_PREFIX = "midfill-kv-"
-_OWNER = "owner"
+_OWNER, _LOCK = "owner", "lock"
 _MODEL_NAME = re.compile(r"[0-9a-f]{32}(-\d+)?")
 _MAX_SERVERS = 64  # of one model on one machine
 _OTHERS_SHARE = 0.5  # of the space, at most, for models that aren't served now
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ROOM_ON_A_FULL_DISK = (1, 2, 4)  # times what is to be written, one after the other
 
 
 class FolderInUseError(MidfillError):
@@ -76,8 +79,8 @@ class ChunkFolder:
         self._unfinished: tuple[Path, int] | None = None  # the file that is being written, its size
         self._closed = False
         make_private(path)
-        self._lock = filelock.FileLock(path / "lock", blocking=False)
         try:
+            self._lock = _locked(path)
             self._lock.acquire()
         except filelock.Timeout:
             raise FolderInUseError(
@@ -113,31 +116,43 @@ class ChunkFolder:
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
 
-    def store(self, key: bytes, content: bytes, before: Sequence[bytes] = ()) -> None:
+    def store(self, key: bytes, content: bytes, before: Sequence[bytes] = ()) -> bool:
         """Write a chunk, removing others to make room. One thread at a time may store.
 
-        A folder that is closed, or is closed meanwhile, stores nothing.
+        The disk may be full before the folder is, since others write to it, too. Then chunks make
+        room there as well, a few times as many as would be enough at most.
 
         Args:
             key: its name.
             content: what its file will hold.
             before: the chunks before it in its text; they are marked as just used.
 
+        Returns:
+            Whether it is stored: what is larger than the folder may be is not, nor is anything in a
+            folder that is closed, or is closed meanwhile.
+
         Raises:
             OSError: it can't be written; nothing of it is left.
         """
         if len(content) > self.capacity:
-            return
-        self._make_room(len(content))
-        try:
-            self._write(key, content)
-        except OSError:
-            if self._closed:
-                return
-            raise
+            return False
+        self.touch(before)
+        self._make_room(self.capacity - len(content))
+        for times in (*_ROOM_ON_A_FULL_DISK, 0):
+            try:
+                self._write(key, content)
+                break
+            except OSError as error:
+                if self._closed:
+                    return False
+                wanted = times * len(content)
+                if error.errno not in _FULL or not self._sizes or not wanted:
+                    raise
+                self._make_room(max(0, self._used - wanted))
         self.touch((*before, key))
         if self._durable:
             self._date((*before, key))
+        return True
 
     def _write(self, key: bytes, content: bytes) -> None:
         """Write a file under another name and give it its own.
@@ -161,6 +176,8 @@ class ChunkFolder:
                 partial.rename(self._file(key))
         except BaseException:
             _unlink(partial)
+            if key not in self._sizes:
+                _unlink(self._file(key))  # it has its name, but not for certain
             with self._mutex:
                 self._unfinished = None
             raise
@@ -198,15 +215,16 @@ class ChunkFolder:
         return content
 
     def remove(self, key: bytes) -> None:
-        """Remove a chunk, if it is there."""
+        """Remove a chunk, if it is there. A file that can't be removed counts, but isn't used."""
+        removed = _unlink(self._file(key))
         with self._mutex:
-            self._used -= self._sizes.pop(key, 0)
-        _unlink(self._file(key))
+            size = self._sizes.pop(key, 0)
+            self._used -= size if removed else 0
 
     def shrink(self, capacity: int) -> None:
         """Set the maximum of bytes, removing what exceeds it."""
         self.capacity = capacity
-        self._make_room(0)
+        self._make_room(capacity)
 
     def close(self) -> None:
         """Let other processes use the folder; of a file that is being written nothing is left."""
@@ -216,8 +234,9 @@ class ChunkFolder:
                 _unlink(self._unfinished[0])
         self._lock.release()
 
-    def _make_room(self, size: int) -> None:
-        while self._used + size > self.capacity and self._sizes:
+    def _make_room(self, most: int) -> None:
+        """Remove chunks until the others have at most so many bytes."""
+        while self._used > most and self._sizes:
             with self._mutex:
                 oldest = next(iter(self._sizes))
             self.remove(oldest)
@@ -238,7 +257,7 @@ class ChunkFolder:
         for _, key, size in sorted(found):
             self._sizes[key] = size
             self._used += size
-        self._make_room(0)
+        self._make_room(self.capacity)
 
     def _file(self, key: bytes) -> Path:
         return self.path / f"{key.hex()}{_SUFFIX}"
@@ -285,6 +304,18 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not others_write
 
 
+def _is_own_folder(path: Path) -> bool:
+    """Return whether a path is a folder, no link to one, in which only this user can write.
+
+    In others' folders nothing is opened, not even a lock: it may be a link to this user's file.
+    """
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and _is_private(status)
+
+
 def _key(name: str) -> bytes | None:
     """Return the key of a chunk's file; None for other files."""
     with contextlib.suppress(ValueError):
@@ -294,9 +325,12 @@ def _key(name: str) -> bytes | None:
     return None
 
 
-def _unlink(path: Path) -> None:
+def _unlink(path: Path) -> bool:
+    """Remove a file; return whether it is gone."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
+        return True
+    return False
 
 
 def _write_all(handle: int, content: bytes) -> None:
@@ -340,7 +374,7 @@ def _shrink_others(folder: Path, own: Path, size: int) -> int:
     others: list[tuple[float, int, Path]] = []
     with suppress(OSError):
         for path in folder.iterdir():
-            if path != own and _MODEL_NAME.fullmatch(path.name) and not path.is_symlink():
+            if path != own and _MODEL_NAME.fullmatch(path.name) and _is_own_folder(path):
                 with suppress(OSError, filelock.Timeout), _locked(path):
                     remove_unfinished(path)
                     used = sum(file.lstat().st_size for file in path.iterdir())
@@ -355,9 +389,15 @@ def _shrink_others(folder: Path, own: Path, size: int) -> int:
     return total
 
 
-def _locked(path: Path) -> filelock.BaseFileLock:
-    """Return a lock that is free while no server uses a folder."""
-    return filelock.FileLock(path / "lock", blocking=False)
+def _locked(path: Path, name: str = _LOCK) -> filelock.BaseFileLock:
+    """Return a lock that is free while no server uses a folder.
+
+    Raises:
+        OSError: it is a link; filelock before 3.20.1 empties the file that a link names.
+    """
+    if (path / name).is_symlink():
+        raise OSError(errno.ELOOP, "its lock is a link")
+    return filelock.FileLock(path / name, blocking=False)
 
 
 class MemoryFolder:
@@ -394,7 +434,7 @@ class MemoryFolder:
             self.path = Path(tempfile.mkdtemp(prefix=_MEMORY_PREFIX, dir=parent))
         except OSError as error:
             raise MidfillError(f"{parent} can't be written: {error.strerror}") from None
-        self._lock = filelock.FileLock(self.path / _OWNER, blocking=False)
+        self._lock = _locked(self.path, _OWNER)
         self._lock.acquire()
 
     def remove(self) -> None:
@@ -406,7 +446,7 @@ class MemoryFolder:
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_MEMORY_PREFIX}*"):
         with suppress(OSError, filelock.Timeout):
-            if not (folder / _OWNER).exists():
-                continue  # another server is creating it
-            with filelock.FileLock(folder / _OWNER, blocking=False):
+            if not _is_own_folder(folder) or not (folder / _OWNER).is_file():
+                continue  # somebody else's, or another server is creating it
+            with _locked(folder, _OWNER):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -255,7 +255,7 @@ class WarmTier:
             if key in folder:
                 continue
             try:
-                folder.store(key, content, before)
+                stored = folder.store(key, content, before)
             except OSError as error:
                 self.counts.failed_writes += 1
                 if not self._failed:
@@ -265,8 +265,8 @@ class WarmTier:
                         " computed again", name, folder.path, error.strerror or error,
                     )  # fmt: skip
             else:
-                self.counts.stored_chunks += 1
-                self.counts.stored_bytes += len(content)
+                self.counts.stored_chunks += stored
+                self.counts.stored_bytes += len(content) if stored else 0
 
     def _read_chunks(self) -> None:
         while True:

@@ -20,7 +20,7 @@ import msgspec
 
 from midfill.errors import MidfillError
 from midfill.serving.cluster.spec import EnginesSpec, FrontSpec
-from midfill.serving.server.listening import bind
+from midfill.serving.server.listening import bind, is_loopback, warn_of_others
 from midfill.system.cache import cache_folder
 from midfill.system.machine import available_threads
 
@@ -244,7 +244,7 @@ def start(
     _check_started(found)
     started = None
     if address is None and found is None:
-        bind(host, port).close()  # so that Serve can listen
+        _check_address(host, port, front)
         report("starting Ray on this machine")
         started = start_local(_cpus(engines, front))
     try:
@@ -256,6 +256,19 @@ def start(
         if started is not None:
             stop_local(started)
         raise
+
+
+def _check_address(host: str, port: int, front: FrontSpec) -> None:
+    """Check that Serve can listen there, and log what that allows others.
+
+    Raises:
+        MidfillError: it can't.
+    """
+    with bind(host, port) as bound:
+        if not is_loopback(bound):
+            has_keys = bool(front.api_keys) or front.api_key_file is not None
+            advice = "put a proxy with TLS in front of it, and listen on 127.0.0.1"
+            warn_of_others(host, has_keys=has_keys, has_tls=False, tls_advice=advice)
 
 
 def look(address: str | None) -> "Overview":

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from midfill.serving.gateway.character_tokenizer import (
 )
 from midfill.serving.gateway.options import ApiName, GatewayOptions
 from midfill.serving.gateway.upstream import Kind, Upstream
-from midfill.serving.gateway.upstream_api import UpstreamFailedError
+from midfill.serving.gateway.upstream_api import UpstreamFailedError, error_text
 from midfill.system.machine import is_local
 
 _OWNERS: Mapping[str, Kind] = {
     "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "midfill": "midfill",
 }  # fmt: skip
 _AT_ONCE = 8  # requests to one upstream
+_OTHER_BYTES, _MAX_ID_BYTES = 65_536, 64  # of an answer of ids; vLLM may name their texts, too
+_MAX_NAME = 1000  # characters of a model's name
 _BLOCK = "block_size="
 
 _log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ async def find_models(upstream: Upstream) -> list[ServedModel]:
             _fim_tokens(entry.get("midfill")),
         )
         for entry in entries
-        if isinstance(entry, Mapping) and isinstance(entry.get("id"), str)
+        if isinstance(entry, Mapping) and 0 < len(_text(entry.get("id"))) <= _MAX_NAME
     ]
 
 
@@ -94,10 +96,9 @@ async def discover(upstream: Upstream, api: ApiName, model: str | None) -> Serve
         UpstreamFailedError: it can't be reached, speaks no known API, or lacks the model.
     """
     models = await find_models(upstream)
-    names = ", ".join(each.name for each in models)
     found = [each for each in models if model in (None, each.name)]
     if not found:
-        raise UpstreamFailedError(f"serves {names or 'no model'}, not {model}")
+        raise UpstreamFailedError(f"serves {listed(models)}, not {model}")
     chosen = found[0]
     upstream.model = chosen.name
     upstream.known = True
@@ -107,6 +108,11 @@ async def discover(upstream: Upstream, api: ApiName, model: str | None) -> Serve
     if upstream.kind == "vllm":
         upstream.block_tokens = await _block_size(upstream)
     return chosen
+
+
+def listed(models: Sequence[ServedModel]) -> str:
+    """Return the names of models for a message; of many the first."""
+    return error_text(", ".join(model.name for model in models)) or "no model"
 
 
 async def token_ids(
@@ -127,9 +133,10 @@ async def token_ids(
         body: dict[str, Any] = {"content": text, "add_special": bos, "parse_special": special}
     else:
         body = {"model": upstream.model, "prompt": text, "add_special_tokens": bos}
-    answer = await upstream.ask("/tokenize", body)
+    most = _OTHER_BYTES + _MAX_ID_BYTES * len(text.encode())
+    answer = await upstream.ask("/tokenize", body, most)
     ids = answer.get("tokens") if isinstance(answer, Mapping) else None
-    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+    if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
         raise UpstreamFailedError("can't tokenise")
     return ids
 

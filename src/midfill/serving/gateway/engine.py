@@ -5,7 +5,8 @@ task does is ``PromptAnswers``'s. A task that is cancelled closes its connection
 know that nobody waits.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
@@ -20,6 +21,7 @@ from midfill.serving.gateway.pool import UpstreamPool
 from midfill.serving.gateway.prompt_answers import AnswerCounts, PromptAnswers
 from midfill.serving.gateway.upstream import Upstream
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
+from midfill.serving.server.limits import Charge
 from midfill.serving.server.metrics import Families, families
 
 _MAX_RUNNING = 1024  # requests; beyond it they are refused
@@ -66,6 +68,7 @@ class GatewayEngine:
         self._calls = calls
         failure = "the gateway failed on this request; its log says why"
         self._tasks = RequestTasks(self._answer, failure)
+        self._relayed = 0  # chats in progress
         self.info = EngineInfo(
             backend=f"gateway to {len(pool.upstreams)} servers",
             layers=0,
@@ -114,14 +117,37 @@ class GatewayEngine:
         """
         for request in requests:
             _check(request)
-        if len(self._tasks) + len(requests) > _MAX_RUNNING:
+        self._check_room(len(requests))
+        return self._tasks.start(requests)
+
+    @contextlib.contextmanager
+    def relaying(self, tenant: str, prompt_tokens: int) -> Iterator[Charge]:
+        """Count a request that is passed on as it is; its charge may be set until it ends.
+
+        Raises:
+            QueueFullError: too many are in progress.
+            UpstreamError: no upstream can be used now.
+        """
+        self._check_room(1)
+        self._relayed += 1
+        self._count(tenant, running=1)
+        charge = Charge()
+        try:
+            yield charge
+        finally:
+            self._relayed -= 1
+            self._count(
+                tenant, running=-1, prompt_tokens=prompt_tokens, generated_tokens=charge.tokens
+            )
+
+    def _check_room(self, more: int) -> None:
+        running = len(self._tasks) + self._relayed
+        if running + more > _MAX_RUNNING:
             raise QueueFullError(
-                f"{len(self._tasks)} requests are in progress; try again in a moment",
-                retry_after=1,
+                f"{running} requests are in progress; try again in a moment", retry_after=1
             )
         if not self._pool.ready:
             raise self._pool.error(())
-        return self._tasks.start(requests)
 
     async def close(self) -> None:
         """End all requests."""

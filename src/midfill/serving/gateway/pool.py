@@ -9,7 +9,7 @@ from contextlib import aclosing
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.routing import choose
 from midfill.errors import MidfillError, QueueFullError, UpstreamError
-from midfill.serving.gateway.discovery import discover, find_models
+from midfill.serving.gateway.discovery import discover, find_models, listed
 from midfill.serving.gateway.options import ApiName
 from midfill.serving.gateway.upstream import Upstream
 from midfill.serving.gateway.upstream_api import Call, UpstreamFailedError
@@ -170,10 +170,10 @@ class UpstreamPool:
             if not upstream.known:
                 await discover(upstream, self._api, self._model)
                 await self._try_out(upstream)
-            names = [model.name for model in await find_models(upstream)]
-            if upstream.model not in names:
+            models = await find_models(upstream)
+            if upstream.model not in [model.name for model in models]:
                 raise UpstreamFailedError(
-                    f"serves {', '.join(names) or 'no model'} now instead of {upstream.model}"
+                    f"serves {listed(models)} now instead of {upstream.model}"
                 )
             upstream.fault, upstream.slow_checks = None, 0
         except UpstreamFailedError as failure:

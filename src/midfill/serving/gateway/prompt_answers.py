@@ -221,7 +221,7 @@ class PromptAnswers:
         try:
             async with contextlib.aclosing(upstream.pieces(call)) as pieces:
                 async for piece in pieces:
-                    self._count(piece, ask)
+                    self._count(piece, ask, call)
                     taken = _ended(piece, call, upstream)
                     if piece.index is not None:
                         self._take(taken, ask)
@@ -255,14 +255,15 @@ class PromptAnswers:
         ask.last = None
         self._put(output)
 
-    def _count(self, piece: Piece, ask: _Ask) -> None:
-        """Take note of what an upstream says that its answers cost."""
+    def _count(self, piece: Piece, ask: _Ask, call: Call) -> None:
+        """Take note of what an upstream says that its answers cost, which is charged to tenants."""
         if piece.prompt_tokens is not None:
             self.prompt_tokens = piece.prompt_tokens
         if piece.cached_tokens is not None:
             self.cached_tokens = max(self.cached_tokens or 0, piece.cached_tokens)
         if piece.completion_tokens is not None:
-            self._counted[ask.indices] = piece.completion_tokens
+            most = call.answers * call.sampling.max_tokens
+            self._counted[ask.indices] = min(piece.completion_tokens, most)
             self.completion_tokens = sum(self._counted.values())
 
     def _take(self, piece: Piece, ask: _Ask) -> None:

@@ -21,12 +21,14 @@ from midfill.serving.gateway.discovery import DescribedUpstream, ServedModel, de
 from midfill.serving.gateway.engine import GatewayEngine, upstream_metrics
 from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.pool import UpstreamPool
-from midfill.serving.gateway.upstream import Upstream, trace_connections
+from midfill.serving.gateway.upstream import Upstream
 from midfill.serving.gateway.upstream_api import UpstreamFailedError
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
+from midfill.serving.gateway.upstream_http import open_session
 from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.dialects import openai
+from midfill.serving.server.dialects.dialect import Dialect
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.listening import Listener, answer_until_stopped, listen
 from midfill.serving.server.service import ModelService
@@ -57,8 +59,10 @@ class Gateway:
         model: DescribedUpstream,
         options: GatewayOptions,
         session: aiohttp.ClientSession,
+        chats: Dialect,
     ) -> None:
         self.service = service
+        self._chats = chats
         self.pool = pool
         self.model = model
         self._options = options
@@ -73,7 +77,7 @@ class Gateway:
     ) -> ASGIApp:
         """Return the ASGI application; see ``create_app``."""
         dialects = [each for each in DIALECTS if each is not openai.DIALECT]
-        spoken = [*dialects, chat_dialect(self.pool)]
+        spoken = [*dialects, self._chats]
         redact = self._options.logs.redact
         return create_app(self.service, keys, traces, spoken, redact=redact, own_hosts=own_hosts)
 
@@ -145,14 +149,7 @@ async def open_gateway(
     Raises:
         MidfillError: no server answers, or they don't fit together.
     """
-    headers = {"authorization": f"Bearer {options.upstream_key}"} if options.upstream_key else {}
-    async with aiohttp.ClientSession(
-        headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
-        read_bufsize=2**18,
-        trust_env=False,
-        trace_configs=[trace_connections()],
-    ) as session:
+    async with open_session(options.upstream_key) as session:
         upstreams = [
             Upstream(each, session, options.upstream_timeout) for each in options.addresses()
         ]
@@ -161,15 +158,24 @@ async def open_gateway(
         model = await describe(asked, served, options)
         pool = UpstreamPool(upstreams, options.upstream_api, served.name, model.end_token)
         await pool.try_out()
-        service = _service(options, served, model, pool, tenants, limits)
+        calls = _calls(options, served, model, tenants)
+        service, engine = _service(options, served, model, pool, calls, tenants, limits)
         watch = asyncio.create_task(pool.watch(), name="health checks")
         try:
-            yield Gateway(service, pool, model, options, session)
+            chats = chat_dialect(engine, pool, calls)
+            yield Gateway(service, pool, model, options, session, chats)
         finally:
             watch.cancel()
             service.close()
-            assert isinstance(service.engine, GatewayEngine)
-            await service.engine.close()
+            await engine.close()
+
+
+def _calls(
+    options: GatewayOptions, served: ServedModel, model: DescribedUpstream, tenants: Sequence[str]
+) -> UpstreamCalls:
+    spelled = SpelledTokens(tuple(options.fim_tokens or served.fim_tokens or ()))
+    salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
+    return UpstreamCalls(model.tokenizer, spelled, model.tokenizes, salts)
 
 
 def _service(
@@ -177,16 +183,13 @@ def _service(
     served: ServedModel,
     model: DescribedUpstream,
     pool: UpstreamPool,
+    calls: UpstreamCalls,
     tenants: Sequence[str],
     limits: RateLimits | None,
-) -> ModelService:
+) -> tuple[ModelService, GatewayEngine]:
     context = room = options.context or served.context or _DEFAULT_CONTEXT
     if not model.has_tokenizer:
         room = int(context * CHARACTERS_PER_TOKEN)  # for what is counted in characters
-    named = tuple(options.fim_tokens or served.fim_tokens or ())
-    spelled = SpelledTokens(named)
-    salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
-    calls = UpstreamCalls(model.tokenizer, spelled, model.tokenizes, salts)
     engine = GatewayEngine(pool, calls, room)
     window = None if options.window is None else WindowRule(*options.window)
     service = ModelService(
@@ -203,7 +206,7 @@ def _service(
         encodes_at_once=0 if model.has_tokenizer else _ENCODED_AT_ONCE,
     )
     service.metrics.add(partial(upstream_metrics, pool, engine.counts))
-    return service
+    return service, engine
 
 
 async def _wait_for_models(

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.validation import MAX_ANSWERS
 from midfill.errors import MidfillError
@@ -33,11 +35,13 @@ class UpstreamFailedError(MidfillError):
 
     Attributes:
         busy: whether it is only overloaded.
+        client_made: whether it may be a client's doing, who has made what was sent.
     """
 
-    def __init__(self, message: str, *, busy: bool = False) -> None:
+    def __init__(self, message: str, *, busy: bool = False, client_made: bool = False) -> None:
         super().__init__(message)
         self.busy = busy
+        self.client_made = client_made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,48 @@ class Piece:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedEvent:
+    """What an upstream says on a request that is passed on as it is.
+
+    Attributes:
+        body: JSON on one line.
+        prompt_tokens, completion_tokens: what it says that the answers cost so far.
+    """
+
+    body: msgspec.Raw
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _RelayedBody(msgspec.Struct):
+    error: Any = None
+    usage: Any = None
+
+
+_decode_relayed = msgspec.json.Decoder(_RelayedBody).decode
+
+
+def relayed_event(data: bytes) -> RelayedEvent:
+    """Return what an upstream has sent.
+
+    Raises:
+        UpstreamFailedError: it is no JSON object, or says that the upstream has failed.
+    """
+    try:
+        body = _decode_relayed(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise UpstreamFailedError("sent an event that is no JSON object") from None
+    if body.error is not None:
+        raise UpstreamFailedError(
+            f"failed on the request: {error_text(body.error)}", client_made=True
+        )
+    usage = body.usage if isinstance(body.usage, Mapping) else {}
+    return RelayedEvent(
+        msgspec.Raw(data), whole(usage.get("prompt_tokens")), whole(usage.get("completion_tokens"))
+    )
 
 
 def start_regex(text: str) -> str:
@@ -201,17 +247,21 @@ class CompletionsApi:
 def _openai_piece(choice: object) -> Piece:
     if not isinstance(choice, Mapping) or not isinstance(choice.get("text"), str):
         raise UpstreamFailedError("sent a choice without text; is it an OpenAI-style API?")
-    ids = choice.get("token_ids")
-    token_ids = tuple(ids) if isinstance(ids, list) else ()
     reason = choice.get("finish_reason")
     if reason not in (None, "stop", "length", "content_filter"):
         raise UpstreamFailedError(f"ended the answer with finish_reason {str(reason)[:40]!r}")
     return Piece(
         index=whole(choice.get("index")) or 0,
         text=choice["text"],
-        token_ids=token_ids if all(isinstance(each, int) for each in token_ids) else (),
+        token_ids=_token_ids(choice.get("token_ids")),
         finish_reason="stop" if reason == "content_filter" else reason,
     )
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    """Return ids of tokens; nothing if they are not all of them ids."""
+    ids = tuple(value) if isinstance(value, list) else ()
+    return ids if all(type(each) is int and 0 <= each < 2**31 for each in ids) else ()
 
 
 def whole(value: object) -> int | None:
@@ -223,8 +273,9 @@ def whole(value: object) -> int | None:
 def error_text(error: object) -> str:
     """Return what an upstream's error object says, on one line."""
     message = error.get("message", error) if isinstance(error, Mapping) else error
-    text = " ".join(str(message).split())
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    text = " ".join(str(message)[:4000].split())
+    text = text if len(text) <= 300 else f"{text[:300]}..."
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 class LlamaCppApi:
@@ -267,16 +318,14 @@ class LlamaCppApi:
             raise UpstreamFailedError(f"failed on the request: {error_text(error)}")
         if not isinstance(event.get("content"), str):
             raise UpstreamFailedError("sent an event without content; is it llama.cpp's server?")
-        ids = event.get("tokens")
         ended = event.get("stop") is True
         reason = _LLAMA_CPP_REASONS.get(str(event.get("stop_type")), "stop") if ended else None
-        tokens = tuple(ids) if isinstance(ids, list) and not ended else ()
         timings = event.get("timings")
         cached = whole(timings.get("cache_n")) if isinstance(timings, Mapping) else None
         yield Piece(
             index=0,
             text=event["content"],
-            token_ids=tokens if all(isinstance(each, int) for each in tokens) else (),
+            token_ids=() if ended else _token_ids(event.get("tokens")),
             finish_reason=reason,
             prompt_tokens=whole(event.get("tokens_evaluated")),
             cached_tokens=cached,

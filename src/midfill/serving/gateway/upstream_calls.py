@@ -74,19 +74,32 @@ class UpstreamCalls:
         )
         if sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + indices[0])
-        salt = ""
-        if self._salts:
-            tenant = request.tenant.encode()
-            salt = hashlib.blake2b(tenant, key=self._salts, digest_size=16).hexdigest()
         return Call(
             model=upstream.model,
             prompt=await self._prompt(ids, upstream),
             sampling=sampling,
             answers=len(indices),
             stop=tuple(stop),
-            cache_salt=salt,
+            cache_salt=self.cache_salt(request.tenant),
             begins_with=begins_with,
         )
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether tenants are to be kept apart."""
+        return bool(self._salts)
+
+    def cache_salt(self, tenant: str, own: str = "") -> str:
+        """Return what keeps a tenant's cached KV apart from others'; "" where nobody else is.
+
+        Args:
+            tenant: whose.
+            own: the salt by which the tenant keeps its own requests apart.
+        """
+        if not self._salts:
+            return own
+        salted = f"{tenant}\0{own}" if own else tenant
+        return hashlib.blake2b(salted.encode(), key=self._salts, digest_size=16).hexdigest()
 
     def unhealed(self, request: EngineRequest) -> list[int]:
         """Return a prompt with the half word that was taken off its end."""

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI
-from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
@@ -104,7 +103,9 @@ def create_app(
 
 
 def description_routes(app: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> APIRouter:
-    """Return the router.
+    """Return the router of the API's description; there are no pages for it.
+
+    FastAPI's load scripts from elsewhere, into the origin where browsers keep the user's key.
 
     Args:
         app: whose routes are described.
@@ -121,14 +122,6 @@ def description_routes(app: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> 
     @router.get(_DESCRIPTION)
     async def openapi() -> JSONResponse:
         return JSONResponse(describe())
-
-    @router.get("/docs")
-    async def docs() -> HTMLResponse:
-        return get_swagger_ui_html(openapi_url=_DESCRIPTION, title=app.title)
-
-    @router.get("/redoc")
-    async def redoc() -> HTMLResponse:
-        return get_redoc_html(openapi_url=_DESCRIPTION, title=app.title)
 
     return router
 

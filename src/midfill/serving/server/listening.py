@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import logging
 import math
+import os
 import signal
 import socket
 import ssl
@@ -35,6 +36,8 @@ if TYPE_CHECKING:  # needs an extra
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2  # for the errors of requests that the server's end has ended
+_PROXIES_VARIABLE = "FORWARDED_ALLOW_IPS"  # uvicorn's
+_SET_TLS = "set --ssl-certfile and --ssl-keyfile, or listen on 127.0.0.1 behind a proxy with TLS"
 _OTHER_FILES = 256  # that the process has open, or may open, beside connections
 _LOOP = asyncio.SelectorEventLoop if sys.platform == "win32" else None
 """The event loop: ZeroMQ's sockets can't be awaited in Windows' own default."""
@@ -154,25 +157,13 @@ class Listener:
 
     @property
     def _is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        host = self.socket.getsockname()[0].partition("%")[0]  # without an IPv6 zone
-        return ipaddress.ip_address(host).is_loopback
+        return is_loopback(self.socket)
 
     def warn_if_open(self) -> None:
         """Log warnings if other machines can connect and need no key, or send it unencrypted."""
-        if self._is_loopback:
-            return
-        if not self.keys:
-            _log.warning(
-                "other machines can use the model: the server listens on %s and needs no API key;"
-                " set --api-key, --api-key-file or MIDFILL_API_KEY, or listen on 127.0.0.1",
-                self.options.host,
-            )
-        if self.tls is None:
-            _log.warning(
-                "texts and keys travel unencrypted: the server listens on %s without TLS; set"
-                " --ssl-certfile and --ssl-keyfile, or listen on 127.0.0.1 behind a proxy with TLS",
-                self.options.host,
+        if not self._is_loopback:
+            warn_of_others(
+                self.options.host, has_keys=bool(self.keys), has_tls=self.tls is not None
             )
 
     def reload(self) -> None:
@@ -180,6 +171,33 @@ class Listener:
         self.keys.reload()
         if self.tls is not None:
             self.tls.reload()
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Return whether only this machine can connect to a socket."""
+    host = bound.getsockname()[0].partition("%")[0]  # without an IPv6 zone
+    return ipaddress.ip_address(host).is_loopback
+
+
+def warn_of_others(host: str, *, has_keys: bool, has_tls: bool, tls_advice: str = _SET_TLS) -> None:
+    """Log what other machines can do with a server that they can reach.
+
+    Args:
+        host: where it listens.
+        has_keys, has_tls: whether it needs keys, and is encrypted.
+        tls_advice: how it could be.
+    """
+    if not has_keys:
+        _log.warning(
+            "other machines can use the model: the server listens on %s and needs no API key;"
+            " set --api-key, --api-key-file or MIDFILL_API_KEY, or listen on 127.0.0.1",
+            host,
+        )
+    if not has_tls:
+        _log.warning(
+            "texts and keys travel unencrypted: the server listens on %s without TLS; %s",
+            host, tls_advice,
+        )  # fmt: skip
 
 
 def listen(
@@ -245,16 +263,11 @@ async def answer_until_stopped(
     counts = ConnectionCounts()
     service.metrics.add(counts.metrics)
     most = _supported_connections(options.max_connections)
-    config = uvicorn.Config(
+    config = server_config(
         app,
         http=limited_protocol(replace(options, max_connections=most), counts),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
         timeout_graceful_shutdown=math.ceil(options.drain_timeout) + _LAST_WORDS_SECONDS,
     )
-    config.load()
     config.ssl = None if listener.tls is None else listener.tls.context
     # From here on connections wait in the backlog until uvicorn accepts them, so that clients
     # can connect as soon as on_listening is called.
@@ -272,6 +285,29 @@ async def answer_until_stopped(
     # uvicorn raises the signal that stopped it again when it is done.
     signal.signal(signal.SIGTERM, _exit)
     await _Server(config, service, options.drain_timeout).serve(sockets=[listener.socket])
+
+
+def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's settings, loaded.
+
+    A client's address is its connection's. What X-Forwarded-For says instead is believed only of
+    the proxies that the environment names: any program on this machine can send that header.
+
+    Args:
+        app: what answers.
+        options: further settings of uvicorn's.
+    """
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        proxy_headers=_PROXIES_VARIABLE in os.environ,
+        **options,
+    )
+    config.load()
+    return config
 
 
 class _Server(uvicorn.Server):

@@ -43,3 +43,9 @@ def test_files_that_have_not_changed_are_not_sent_again(server: RunningServer) -
 )
 def test_other_files_are_not_served(server: RunningServer, name: str) -> None:
     assert server.get(f"/pages/{name}").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_no_page_loads_anything_from_elsewhere(server: RunningServer, path: str) -> None:
+    """FastAPI's pages for the API's description do, so there are none."""
+    assert server.get(path).status_code == 404

@@ -1,6 +1,6 @@
 """When a server that fails is spared, and when it is tried again."""
 
-from midfill.serving.gateway.upstream import Breaker
+from midfill.serving.gateway.breaker import Breaker
 
 
 class Clock:
