@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,6 +19,7 @@ from midfill.errors import InvalidRequestError
 from midfill.frontend.prompt import Message
 from midfill.frontend.template_worker import check_syntax, describe
 from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.system.python_child import python_command, python_environment
 
 _log = logging.getLogger(__name__)
 
@@ -179,13 +179,15 @@ class TemplateProcess:
         if self._process is not None and self._process.poll() is not None:
             self._end()
         if self._process is None:
+            own = _OWN_VARIABLES
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith(own)}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _WORKER],
+                python_command("-m", _WORKER),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is this process's to handle
-                env={k: v for k, v in os.environ.items() if not k.startswith(_OWN_VARIABLES)},
+                env=python_environment(inherited),
             )
         return self._process
 

@@ -4,7 +4,6 @@ import asyncio
 import math
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncGenerator
 
@@ -13,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from midfill.engine import messages
+from midfill.system.python_child import python_command, python_environment
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
@@ -53,8 +53,8 @@ class EngineProcess:
             address = f"ipc://{folder}/engine"
             socket.bind(address)
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "midfill.engine.process.main", address,
-                stdin=asyncio.subprocess.PIPE,
+                *python_command("-m", "midfill.engine.process.main", address),
+                stdin=asyncio.subprocess.PIPE, env=python_environment(),
             )  # fmt: skip
         except BaseException:
             socket.close()
