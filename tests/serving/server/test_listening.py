@@ -1,6 +1,7 @@
 """TLS: what a server's files may be, and certificates that change while it runs."""
 
 import asyncio
+import os
 import signal
 import socket
 import ssl
@@ -12,8 +13,9 @@ import trustme
 from running_server import start
 
 from midfill.errors import MidfillError
-from midfill.serving.options import TlsFiles
-from midfill.serving.server.listening import ServerTls
+from midfill.serving.options import FrontendOptions, TlsFiles
+from midfill.serving.server.key_file import key_digest
+from midfill.serving.server.listening import Listener, ServerTls, listen
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +159,24 @@ def test_a_server_with_tls(tiny_folder: Path, tmp_path: Path, authority: trustme
         with pytest.raises(httpx.TransportError):
             httpx.get(server.url.replace("https", "http") + "/health")
         assert server.get("/health").status_code == 200
+
+
+def test_a_hangup_while_the_model_loads_reads_the_keys_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"one:sha256:{key_digest(b'first').hex()}\n")
+    found: list[str | None] = []
+
+    async def load(listener: Listener) -> None:
+        keys.write_text(f"two:sha256:{key_digest(b'second').hex()}\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        found.append(listener.keys.find_name(b"second"))
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        listen(FrontendOptions(host="127.0.0.1", port=0, api_key_file=keys), load)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert found == ["two"]

@@ -269,6 +269,21 @@ def test_settings_come_from_samplers_and_llama_cpps_defaults() -> None:
         ),
         ("/infill", {**INFILL, "grammar": "root ::= x"}, "grammar is not supported"),
         ("/infill", {**INFILL, "json_schema": {}}, "json_schema is not supported"),
+        (
+            "/completion",
+            {"prompt": "a", "logit_bias": {"9" * 5000: 1}},
+            "logit_bias has a text of 5000 characters; at most 256 are accepted",
+        ),
+        (
+            "/completion",
+            {"prompt": "a", "logit_bias": [["a", 1]] * 1025},
+            "logit_bias must be of at most 1024 entries, not 1025",
+        ),
+        (
+            "/completion",
+            {"prompt": "a", "samplers": "k" * 65},
+            "samplers must be at most 64 names, not 65",
+        ),
         ("/completion", {"prompt": ""}, "prompt is empty"),
         ("/completion", {"prompt": ["a", 1]}, "prompt mixes texts and token ids"),
         ("/detokenize", {"tokens": [320]}, "tokens holds 320; this model's ids go from 0 to 319"),

@@ -22,7 +22,14 @@ from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer, Usage, whole_answers
 from midfill.frontend.prompt import Prompt, PromptSource
-from midfill.frontend.sampling import MAX_LOGPROBS, PostProcessing, SamplingParams, check_sampling
+from midfill.frontend.sampling import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    PostProcessing,
+    SamplingParams,
+    check_sampling,
+)
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
@@ -39,6 +46,7 @@ from midfill.serving.server.service import ModelService
 
 _MAX_SNIPPETS = 256  # the last ones count
 _INFILL_NAMES = {"prompt": "input_prefix", "suffix": "input_suffix", "context": "input_extra"}
+_MAX_SAMPLERS = 64
 _SAMPLERS = ("top_k", "typ_p", "top_p", "min_p", "temperature")
 
 _SHORT_SAMPLERS = {
@@ -106,8 +114,16 @@ class LlamaCppFields(msgspec.Struct, kw_only=True):
 
     @property
     def active_samplers(self) -> frozenset[str]:
-        """The samplers that are applied."""
+        """The samplers that are applied.
+
+        Raises:
+            InvalidRequestError: there are far more than there are samplers.
+        """
         names = _SAMPLERS if self.samplers is None else self.samplers
+        if len(names) > _MAX_SAMPLERS:
+            raise InvalidRequestError.of_field(
+                "samplers", f"must be at most {_MAX_SAMPLERS} names, not {len(names)}"
+            )
         if isinstance(names, str):
             names = [_SHORT_SAMPLERS.get(letter, letter) for letter in names]
         return frozenset("typ_p" if name in _TYPICAL_NAMES else name for name in names)
@@ -168,10 +184,20 @@ class LlamaCppFields(msgspec.Struct, kw_only=True):
     def _logit_bias(self, service: ModelService) -> dict[int, float]:
         """Return the biases by token; those of a text are its tokens', false means never."""
         given = self.logit_bias or {}
+        if len(given) > MAX_LOGIT_BIASES:
+            raise InvalidRequestError.of_field(
+                "logit_bias", f"must be of at most {MAX_LOGIT_BIASES} entries, not {len(given)}"
+            )
         biases: dict[int, float] = {}
         for key, value in given.items() if isinstance(given, dict) else given:
             number = -100.0 if value is False else float(value)
-            if isinstance(key, int) or key.isdecimal():
+            if isinstance(key, str) and len(key) > MAX_STOP_CHARACTERS:
+                raise InvalidRequestError.of_field(
+                    "logit_bias",
+                    f"has a text of {len(key)} characters; at most {MAX_STOP_CHARACTERS} are"
+                    " accepted",
+                )
+            if isinstance(key, int) or (key.isascii() and key.isdecimal()):
                 biases[int(key)] = number
             else:
                 biases.update(dict.fromkeys(service.tokenizer.encode(key), number))
