@@ -36,6 +36,7 @@ class PromptSource:
         token_ids: token ids instead.
         messages: a conversation instead. Beside ``text``: its place is taken where ``text`` is a
             raw one that no FIM template was filled in for, if the model has a chat template.
+        tenant: who sends ``messages``.
         healing, stop_token_ids: see ``PromptEncoder.infill``.
         empty_threshold: see ``Prompt.with_empty_threshold``.
         method: see ``Prompt.with_method``.
@@ -45,6 +46,7 @@ class PromptSource:
     text: InfillRequest | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Message] | None = None
+    tenant: str = ""
     healing: bool = True
     stop_token_ids: Sequence[int] = ()
     empty_threshold: float | None = None

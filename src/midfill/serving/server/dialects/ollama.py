@@ -139,7 +139,8 @@ class GenerateBody(OllamaFields, kw_only=True):
         if self.raw:
             return PromptSource(text=text)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return PromptSource(text=text, messages=[*system, {"role": "user", "content": text.prefix}])
+        messages = [*system, {"role": "user", "content": text.prefix}]
+        return PromptSource(text=text, messages=messages, tenant=tenant)
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
@@ -172,7 +173,8 @@ class ChatBody(OllamaFields, kw_only=True):
             messages=[
                 {"role": turn.role.lower(), "content": turn.content or ""}
                 for turn in self.messages or ()
-            ]
+            ],
+            tenant=tenant,
         )
 
 

@@ -208,7 +208,7 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
-        prompts = await service.encode([PromptSource(messages=messages)])
+        prompts = await service.encode([PromptSource(messages=messages, tenant=tenant)])
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         answer = _ChatResponse(body, generation, model)
         if body.stream:
