@@ -170,3 +170,15 @@ def test_a_process_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
     process.kill()
     process.wait()
     assert chat.render([]) == rendered
+
+
+@pytest.mark.parametrize("offset", range(12))
+def test_special_tokens_are_found_wherever_a_long_message_is_cut(
+    tokenizer: Tokenizer, offset: int
+) -> None:
+    pattern = chat_module._any_of(["<|im_end|>", "<|im"])
+    assert pattern is not None
+    gap = "x" * (chat_module._PIECE - offset)
+    text = f"{gap}<|im_end|>{gap}<|im<|im_end|>{'<|im_en' * 10_000}"
+    found = chat_module._replaced(pattern, lambda match: f"[{match.group()}]", text)
+    assert found == pattern.sub(lambda match: f"[{match.group()}]", text)

@@ -34,6 +34,7 @@ _MAX_SECONDS = 30.0  # of real time, if the kernel doesn't count time of computi
 
 
 _MAX_FAILURES = 3
+_PIECE = 1 << 16  # characters, more than any special token has
 _FAILURE_SECONDS = 60.0  # in which a tenant may cause so many
 
 
@@ -110,7 +111,7 @@ class ChatTemplate:
         if self._special is not None:
             special = self._special
             messages = [
-                {name: special.sub(hide, value) for name, value in message.items()}
+                {name: _replaced(special, hide, value) for name, value in message.items()}
                 for message in messages
             ]
         rendered = self.render(messages, tenant)
@@ -125,6 +126,20 @@ class ChatTemplate:
             elif piece:
                 ids += encode(piece, parse_special=True)
         return ids
+
+
+def _replaced(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
+    """Return ``pattern.sub(replace, text)``, searched in pieces so that other threads can run."""
+    pieces, copied, start = [], 0, 0
+    while start < len(text):
+        # A match that begins in this piece ends in it or in the next.
+        match = pattern.search(text, start, start + 2 * _PIECE)
+        if match is None or match.start() >= start + _PIECE:
+            start += _PIECE
+            continue
+        pieces += [text[copied : match.start()], replace(match)]
+        copied = start = match.end()
+    return "".join([*pieces, text[copied:]])
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:

@@ -27,6 +27,22 @@ Message = Mapping[str, str]
 """A turn of a chat: its role, and its content."""
 
 
+MAX_MESSAGES = 1 << 14
+"""Of a conversation; each costs some time before anything is known of the prompt's tokens."""
+
+
+def check_message_count(count: int) -> None:
+    """Refuse a conversation of too many messages.
+
+    Raises:
+        InvalidRequestError: it has more than MAX_MESSAGES.
+    """
+    if count > MAX_MESSAGES:
+        raise InvalidRequestError.of_field(
+            "messages", f"has {count} entries; at most {MAX_MESSAGES} are accepted"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
     """What a client wants a prompt to be made of.

@@ -394,12 +394,6 @@ class PromptEncoder:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        if len(messages) > self.context:
-            raise InvalidRequestError.of_field(
-                "messages",
-                f"has {len(messages)} messages; the context is {self.context} tokens",
-                code=_TOO_LONG,
-            )
 
         def check(characters: int) -> None:
             self._limit.check_characters(characters, "messages")

@@ -20,7 +20,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer, Usage
-from midfill.frontend.prompt import PromptSource
+from midfill.frontend.prompt import PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
@@ -169,6 +169,7 @@ class ChatBody(OllamaFields, kw_only=True):
         """Return what the prompt is made of."""
         if self.tools:
             raise InvalidRequestError("tools are not supported", param="tools")
+        check_message_count(len(self.messages or ()))
         return PromptSource(
             messages=[
                 {"role": turn.role.lower(), "content": turn.content or ""}
