@@ -94,6 +94,14 @@ class UpstreamError(UnavailableError):
 class DeadlineError(UnavailableError):
     """A request that could not be answered within the time that its client gives it (HTTP 503)."""
 
+    @classmethod
+    def passed(cls) -> "DeadlineError":
+        """Make the error of a request that was admitted, and has no answer in time."""
+        return cls(
+            "no answer within the time that the request gives; try again in a moment",
+            retry_after=1,
+        )
+
 
 class QueueFullError(UnavailableError):
     """Too many tokens are queued (HTTP 429)."""

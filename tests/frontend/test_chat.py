@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, RateLimitError
 from midfill.frontend import chat as chat_module
-from midfill.frontend.chat import ChatTemplate
+from midfill.frontend.chat import ChatTemplate, ProcessTemplate
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer
 
@@ -139,21 +139,27 @@ def test_a_template_writes_no_more_than_a_prompt_holds(tokenizer: Tokenizer) -> 
         template(tokenizer, source).render([{"role": "user", "content": "x" * 1000}])
 
 
-def test_a_template_that_fails_again_and_again_is_not_tried_any_more(
-    tokenizer: Tokenizer,
-) -> None:
+def test_who_makes_a_template_fail_again_and_again_has_to_wait() -> None:
+    """Others are not concerned, and a minute later nor is that tenant."""
+    now = 100.0
     source = "{% if messages %}{{ 'x' | center(10 ** 11) }}{% endif %}fine"
-    messages = [{"role": "user", "content": ""}]
-    once = template(tokenizer, source)
+    template = ProcessTemplate(source, {}, clock=lambda: now)
+    failing = [{"role": "user", "content": ""}]
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="fails for these messages"):
-            once.render(messages)
-    assert once.render([]) == "fine"
-    for _ in range(3):
-        with pytest.raises(InvalidRequestError, match="fails for these messages"):
-            once.render(messages)
-    with pytest.raises(InvalidRequestError, match=r"broken: it takes too long .*/v1/completions"):
-        once.render([])
+            template.render(failing, "one")
+    assert template.render([], "one") == "fine"
+    now += 20
+    with pytest.raises(InvalidRequestError, match="fails for these messages"):
+        template.render(failing, "one")
+    with pytest.raises(RateLimitError, match="in 40 s, or use /v1/completions") as refused:
+        template.render([], "one")
+    assert refused.value.retry_after == 40
+    assert template.render([], "two") == "fine"
+    with pytest.raises(InvalidRequestError, match="fails for these messages"):
+        template.render(failing, "two")
+    now += 40
+    assert template.render([], "one") == "fine"
 
 
 def test_a_process_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
@@ -164,3 +170,15 @@ def test_a_process_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
     process.kill()
     process.wait()
     assert chat.render([]) == rendered
+
+
+@pytest.mark.parametrize("offset", range(12))
+def test_special_tokens_are_found_wherever_a_long_message_is_cut(
+    tokenizer: Tokenizer, offset: int
+) -> None:
+    pattern = chat_module._any_of(["<|im_end|>", "<|im"])
+    assert pattern is not None
+    gap = "x" * (chat_module._PIECE - offset)
+    text = f"{gap}<|im_end|>{gap}<|im<|im_end|>{'<|im_en' * 10_000}"
+    found = chat_module._replaced(pattern, lambda match: f"[{match.group()}]", text)
+    assert found == pattern.sub(lambda match: f"[{match.group()}]", text)

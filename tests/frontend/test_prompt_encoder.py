@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from midfill.errors import InvalidRequestError, OptionError
+from midfill.frontend.chat import ChatTemplate
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompt_encoder import PromptEncoder, file_bounds, fim_format
 from midfill.frontend.sampling import SamplingParams
@@ -288,6 +289,28 @@ def test_an_unfinished_word_is_removed_for_the_answer_to_write(
         assert healed.text == prefix
         assert healed.report is not None
         assert healed.report.healed == len(healed.begins_with)
+
+
+@pytest.mark.parametrize("field", ["role", "content", "name"])
+def test_each_field_of_a_message_counts_before_it_is_rendered(
+    prompts: PromptEncoder, checkpoint: Checkpoint, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatTemplate, "encode", None)  # not reached
+    most = prompts.context * checkpoint.tokenizer.longest_token()
+    message = {"role": "", "content": "", field: "x" * (most + 1)}
+    with pytest.raises(InvalidRequestError, match=f"messages has {most + 1} characters"):
+        prompts.chat([message])
+
+
+def test_what_a_template_makes_of_messages_counts_before_it_is_tokenised(
+    prompts: PromptEncoder, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = prompts.context * checkpoint.tokenizer.longest_token()
+    source = "{% for n in range(2) %}{{ messages[0].content }}{% endfor %}"
+    chat = ChatTemplate(source, checkpoint.tokenizer, {})
+    monkeypatch.setattr(prompts, "_chat", chat)
+    with pytest.raises(InvalidRequestError, match=f"messages has {2 * most} characters"):
+        prompts.chat([{"role": "", "content": "x" * most}])
 
 
 def test_only_text_before_the_caret_is_healed(

@@ -45,6 +45,7 @@ def test_shapes_the_kernels_cant_run_go_to_torch(tmp_path: Path) -> None:
         (ModelOptions(context=513), "--context 513 .* 512 tokens"),
         (ModelOptions(backend="cpu", device="cuda"), "--device cuda needs --backend torch"),
         (ModelOptions(backend="torch", device="cuda:99"), "--device 'cuda:99' .* try 'cpu'"),
+        (ModelOptions(kv_memory=1 << 50), "--kv-memory .* is more than .* that are free"),
         (ModelOptions(kv_memory=10 * SLOT_BYTES), f"--kv-memory .* at least {16 * SLOT_BYTES},"),
     ],
 )

@@ -251,10 +251,7 @@ class Answer:
         if output.finish_reason == "error":
             raise GenerationError(output.error or "the engine failed on this request")
         if output.finish_reason == "expired":
-            raise DeadlineError(
-                "no answer within the time that the request gives; try again in a moment",
-                retry_after=1,
-            )
+            raise DeadlineError.passed()
         finish_reason: str | None = output.finish_reason
         if self._sampling.max_tokens == 0:  # the engine's one token is none of the answer
             return self._delta("", "", "length")

@@ -8,18 +8,21 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import subprocess
-import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, RateLimitError
 from midfill.frontend.prompt import Message
 from midfill.frontend.template_worker import check_syntax, describe
 from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.system.python_child import python_command, python_environment
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ _MAX_SECONDS = 30.0  # of real time, if the kernel doesn't count time of computi
 
 
 _MAX_FAILURES = 3
+_PIECE = 1 << 16  # characters, more than any special token has
+_FAILURE_SECONDS = 60.0  # in which a tenant may cause so many
 
 
 _OWN_VARIABLES = "MIDFILL_"  # keys among them
@@ -62,27 +67,38 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._special = _any_of(tokenizer.special_tokens)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt as text, up to where the assistant's turn begins.
+    def render(self, messages: Sequence[Message], tenant: str = "") -> str:
+        """Return the prompt of a tenant as text, up to where the assistant's turn begins.
 
         Raises:
             InvalidRequestError: the template is broken, raises for these messages, or takes too
                 much time or memory for them.
+            RateLimitError: it has taken too much several times of late for this tenant.
         """
         if self._fault:
             raise refused("is broken", self._fault)
-        rendered = self._template.render([dict(message) for message in messages])
+        rendered = self._template.render([dict(message) for message in messages], tenant)
         try:
             rendered.encode()  # half a surrogate pair can't be tokenised
         except UnicodeEncodeError as error:
             raise refused("refuses these messages", describe(error)) from error
         return rendered
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tenant: str = "",
+        check_characters: Callable[[int], None] = lambda _: None,
+    ) -> list[int]:
         """Return the token ids of the rendered conversation.
 
+        Args:
+            messages: the conversation.
+            tenant: whose it is.
+            check_characters: refuses a rendered text that is too long to be tokenised.
+
         Raises:
-            InvalidRequestError: see ``render``.
+            InvalidRequestError, RateLimitError: see ``render``; what ``check_characters`` raises.
         """
         hidden: dict[str, str] = {}
         nonce = secrets.token_hex(8)
@@ -95,10 +111,11 @@ class ChatTemplate:
         if self._special is not None:
             special = self._special
             messages = [
-                {name: special.sub(hide, value) for name, value in message.items()}
+                {name: _replaced(special, hide, value) for name, value in message.items()}
                 for message in messages
             ]
-        rendered = self.render(messages)
+        rendered = self.render(messages, tenant)
+        check_characters(len(rendered))
         encode = self._tokenizer.encode
         if not hidden:
             return encode(rendered, parse_special=True)
@@ -109,6 +126,20 @@ class ChatTemplate:
             elif piece:
                 ids += encode(piece, parse_special=True)
         return ids
+
+
+def _replaced(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
+    """Return ``pattern.sub(replace, text)``, searched in pieces so that other threads can run."""
+    pieces, copied, start = [], 0, 0
+    while start < len(text):
+        # A match that begins in this piece ends in it or in the next.
+        match = pattern.search(text, start, start + 2 * _PIECE)
+        if match is None or match.start() >= start + _PIECE:
+            start += _PIECE
+            continue
+        pieces += [text[copied : match.start()], replace(match)]
+        copied = start = match.end()
+    return "".join([*pieces, text[copied:]])
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
@@ -179,13 +210,15 @@ class TemplateProcess:
         if self._process is not None and self._process.poll() is not None:
             self._end()
         if self._process is None:
+            own = _OWN_VARIABLES
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith(own)}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _WORKER],
+                python_command("-m", _WORKER),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is this process's to handle
-                env={k: v for k, v in os.environ.items() if not k.startswith(_OWN_VARIABLES)},
+                env=python_environment(inherited),
             )
         return self._process
 
@@ -208,27 +241,41 @@ class ProcessTemplate:
     Args:
         source: of the template.
         variables: more names that it may use.
+        clock: seconds, for tests.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._source = source
         self._variables = dict(variables)
-        self._failures = 0  # one after the other
+        self._clock = clock
+        self._failures: dict[str, deque[float]] = {}  # when, the last ones of each tenant
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], tenant: str = "") -> str:
         """Return the prompt as text.
 
         Raises:
             InvalidRequestError: the template is broken, refuses these messages, or takes too long
-                or too much memory. One that does so several times in turn is not tried any more.
+                or too much memory.
+            RateLimitError: it has done so several times of late for this tenant.
         """
-        if self._failures >= _MAX_FAILURES:
-            raise refused("is broken", "it takes too long or too much memory")
+        failures = self._failures.get(tenant, deque[float](maxlen=_MAX_FAILURES))
+        left = _FAILURE_SECONDS - (self._clock() - failures[0]) if failures else 0.0
+        if len(failures) == _MAX_FAILURES and left > 0:
+            raise RateLimitError(
+                f"the model's chat template has taken too long or too much memory {_MAX_FAILURES}"
+                f" times; try again in {math.ceil(left)} s, or use /v1/completions",
+                retry_after=math.ceil(left),
+            )
         answer = _process.render(self._source, self._variables, messages)
         if answer is None:
-            self._failures += 1
+            failures.append(self._clock())
+            self._failures[tenant] = failures
             raise refused("fails for these messages", "it takes too long or too much memory")
-        self._failures = 0
         if "broken" in answer:
             raise refused("is broken", answer["broken"])
         if "refused" in answer:

@@ -27,6 +27,22 @@ Message = Mapping[str, str]
 """A turn of a chat: its role, and its content."""
 
 
+MAX_MESSAGES = 1 << 14
+"""Of a conversation; each costs some time before anything is known of the prompt's tokens."""
+
+
+def check_message_count(count: int) -> None:
+    """Refuse a conversation of too many messages.
+
+    Raises:
+        InvalidRequestError: it has more than MAX_MESSAGES.
+    """
+    if count > MAX_MESSAGES:
+        raise InvalidRequestError.of_field(
+            "messages", f"has {count} entries; at most {MAX_MESSAGES} are accepted"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
     """What a client wants a prompt to be made of.
@@ -36,6 +52,7 @@ class PromptSource:
         token_ids: token ids instead.
         messages: a conversation instead. Beside ``text``: its place is taken where ``text`` is a
             raw one that no FIM template was filled in for, if the model has a chat template.
+        tenant: who sends ``messages``.
         healing, stop_token_ids: see ``PromptEncoder.infill``.
         empty_threshold: see ``Prompt.with_empty_threshold``.
         method: see ``Prompt.with_method``.
@@ -45,6 +62,7 @@ class PromptSource:
     text: InfillRequest | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Message] | None = None
+    tenant: str = ""
     healing: bool = True
     stop_token_ids: Sequence[int] = ()
     empty_threshold: float | None = None

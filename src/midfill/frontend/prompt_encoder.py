@@ -159,11 +159,11 @@ class PromptEncoder:
                     admit=admit,
                 )
                 if source.messages is not None and prompt.is_verbatim and self.has_chat_template:
-                    prompt = self.chat(source.messages)
+                    prompt = self.chat(source.messages, source.tenant)
             elif source.token_ids is not None:
                 prompt = self.tokens(source.token_ids)
             else:
-                prompt = self.chat(source.messages or ())
+                prompt = self.chat(source.messages or (), source.tenant)
             return prompt.with_empty_threshold(source.empty_threshold).with_method(source.method)
         except InvalidRequestError as error:
             raise error.renamed(source.field_names) from None
@@ -383,8 +383,8 @@ class PromptEncoder:
         text = self._tokenizer.decode(token_ids)
         return Prompt(list(token_ids), text, prefix=text)
 
-    def chat(self, messages: Sequence[Message]) -> Prompt:
-        """Return the prompt for a conversation.
+    def chat(self, messages: Sequence[Message], tenant: str = "") -> Prompt:
+        """Return the prompt for a tenant's conversation.
 
         Raises:
             InvalidRequestError: the model has no chat template, the template is broken or refuses
@@ -394,9 +394,12 @@ class PromptEncoder:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        characters = sum(len(message.get("content", "")) for message in messages)
-        self._limit.check_characters(characters, "messages")
-        ids = self._chat.encode(messages)
+
+        def check(characters: int) -> None:
+            self._limit.check_characters(characters, "messages")
+
+        check(sum(len(text) for message in messages for text in message.values()))
+        ids = self._chat.encode(messages, tenant, check)
         self._limit.check_tokens(len(ids), "messages")
         return Prompt(ids, "")
 

@@ -22,6 +22,7 @@ import threading
 from collections.abc import AsyncIterator
 
 from midfill.errors import MidfillError
+from midfill.system.python_child import python_command, python_environment
 
 _log = logging.getLogger("midfill.lsp.child_server")  # __name__ is "__main__" in the process
 
@@ -58,8 +59,9 @@ class ChildServer:
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "midfill.lsp.child_server", *arguments, "--port", "0",
-                stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, "MIDFILL_API_KEY": key},
+                *python_command("-m", "midfill.lsp.child_server", *arguments, "--port", "0"),
+                stdin=pipe, stdout=pipe, stderr=pipe,
+                env={**python_environment(), "MIDFILL_API_KEY": key},
             )  # fmt: skip
         except OSError as error:
             raise MidfillError(f"midfill serve can't be started: {error}") from error

@@ -14,6 +14,7 @@ from midfill.runners.forward.runner import Runner
 from midfill.runners.torch.runner import TorchRunner
 from midfill.system.machine import available_memory
 from midfill.system.progress import Progress
+from midfill.system.reporting import format_size
 
 _MAX_CONTEXTS = 16
 """A prefix cache of more full contexts is not worth its memory."""
@@ -55,9 +56,9 @@ def load_runner(
     if use_torch:
         return _load_torch(checkpoint, options, device)
     kv_format = choose_kv_format(checkpoint, options.weights, options.kv_cache_dtype)
-    slots = choose_slots(
-        config, options, available_memory() * _CPU_SHARE, slot_bytes(config, kv_format)
-    )
+    free = available_memory()
+    check_kv_memory(options.kv_memory, free)
+    slots = choose_slots(config, options, free * _CPU_SHARE, slot_bytes(config, kv_format))
     return CpuRunner(
         checkpoint,
         slots=slots,
@@ -67,6 +68,19 @@ def load_runner(
         kv_dtype=options.kv_cache_dtype,
         progress=progress,
     )
+
+
+def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:
+    """Refuse a KV pool for which there is not enough memory.
+
+    Raises:
+        OptionError: there is not.
+    """
+    if kv_memory is not None and kv_memory > free_bytes:
+        raise OptionError(
+            f"--kv-memory {kv_memory} is more than the {format_size(free_bytes)}"
+            f" ({free_bytes} bytes) of memory that are free; give less, or leave it out"
+        )
 
 
 def choose_slots(
@@ -110,10 +124,13 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> T
         dtype = torch.bfloat16
         free = _free_on_gpu(device)
         weights = sum(math.prod(checkpoint.tensor(name).shape) for name in checkpoint.names())
+        check_kv_memory(options.kv_memory, free)
         budget = (free - weights * dtype.itemsize) * _GPU_SHARE
     else:
         dtype = torch.float32
-        budget = available_memory() * _CPU_SHARE
+        free = available_memory()
+        check_kv_memory(options.kv_memory, free)
+        budget = free * _CPU_SHARE
     config = checkpoint.config
     token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
     slots = choose_slots(config, options, budget, token_bytes)

@@ -2,12 +2,12 @@
 
 import importlib.util
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from midfill.errors import MidfillError
+from midfill.system.python_child import python_command, python_environment
 
 
 def run_pip(
@@ -22,11 +22,12 @@ def run_pip(
     Raises:
         MidfillError: this Python has no pip.
     """
-    command = [sys.executable, *_pip(), "--disable-pip-version-check", "--no-input"]
+    command = python_command(*_pip(), "--disable-pip-version-check", "--no-input")
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
             [*command, *arguments],
+            env=python_environment(),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -42,8 +43,7 @@ def run_pip(
         complaint = errors.read()
     if "No module named pip" in complaint:
         raise MidfillError(
-            f"pip is needed for downloads and {sys.executable} has none; "
-            f"run: {sys.executable} -m ensurepip"
+            f"pip is needed for downloads and {command[0]} has none; run: {command[0]} -m ensurepip"
         )
     return code, "".join(output), complaint
 

@@ -1,6 +1,7 @@
 """TLS: what a server's files may be, and certificates that change; whose address counts."""
 
 import asyncio
+import os
 import signal
 import socket
 import ssl
@@ -13,8 +14,9 @@ from running_server import start
 from starlette.types import Receive, Scope, Send
 
 from midfill.errors import MidfillError
-from midfill.serving.options import TlsFiles
-from midfill.serving.server.listening import ServerTls, server_config
+from midfill.serving.options import FrontendOptions, TlsFiles
+from midfill.serving.server.key_file import key_digest
+from midfill.serving.server.listening import Listener, ServerTls, listen, server_config
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +187,24 @@ def test_an_address_is_the_connections_unless_a_proxy_is_trusted(
 
     asyncio.run(send_one())
     assert seen == [host]
+
+
+def test_a_hangup_while_the_model_loads_reads_the_keys_again(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"one:sha256:{key_digest(b'first').hex()}\n")
+    found: list[str | None] = []
+
+    async def load(listener: Listener) -> None:
+        keys.write_text(f"two:sha256:{key_digest(b'second').hex()}\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+        found.append(listener.keys.find_name(b"second"))
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        listen(FrontendOptions(host="127.0.0.1", port=0, api_key_file=keys), load)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert found == ["two"]

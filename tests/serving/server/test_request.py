@@ -1,4 +1,4 @@
-"""Requests that their client marks as superseding older ones of the same document."""
+"""Requests that supersede older ones of their document, and requests whose time is over."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from processes import stopped
 from running_server import RunningServer, start
 from tiny_checkpoints import write_tiny
 
@@ -125,3 +126,16 @@ def test_the_mark_needs_a_name(server: RunningServer) -> None:
     response = server.post("/v1/completions", {"prompt": "a", "midfill": {"supersede": True}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "midfill.supersede"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_holds_while_the_engine_says_nothing(
+    server: RunningServer, stream: bool
+) -> None:
+    server.wait_for(server.is_idle)
+    body = {"prompt": "h = ", "max_tokens": 1, "stream": stream}
+    with stopped(server.engine_process()):
+        response = server.post("/v1/completions", body, headers={"X-Request-Timeout": "0.2"})
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    server.wait_for(server.is_idle)

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncGenerator
@@ -17,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from midfill.engine import messages
+from midfill.system.python_child import python_command, python_environment
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
@@ -61,9 +61,9 @@ class EngineProcess:
                 socket.setsockopt(option, 0)
             address, key = _bind(socket, folder)
             child = subprocess.Popen(
-                [sys.executable, "-m", "midfill.engine.process.main", address],
+                python_command("-m", "midfill.engine.process.main", address),
                 stdin=subprocess.PIPE,
-                env=os.environ | {messages.KEY_VARIABLE: key},
+                env=python_environment(os.environ | {messages.KEY_VARIABLE: key}),
             )
         except BaseException:
             socket.close()

@@ -21,6 +21,7 @@ from midfill.models.tokens.tokenizer import keeps_tokens_of
 from midfill.system.extras import require
 from midfill.system.machine import available_threads
 from midfill.system.progress import Progress, StageProgress, ignore_progress
+from midfill.system.python_child import libraries_start_python
 
 if TYPE_CHECKING:
     import httpx
@@ -350,7 +351,8 @@ class ModelPool:
         for _ in range(1, processes):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(choice, theirs), daemon=True)
-            process.start()
+            with libraries_start_python():
+                process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)

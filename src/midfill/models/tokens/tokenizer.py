@@ -45,6 +45,7 @@ _FIM_TOKENS = ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
 _CONTROL = re.compile(r"<\|.*\|>|<｜.*｜>", re.DOTALL)  # noqa: RUF001
 _SPACE = "\u2581"
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_SHORT = 8192  # characters, which take few milliseconds
 _CACHED = 1024  # pairs of texts, a few hundred characters each
 
 
@@ -297,7 +298,12 @@ def _highest_id(backend: tokenizers.Tokenizer) -> int:
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    if len(text) <= _SHORT:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    else:
+        # This one lets other threads run meanwhile.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        ids = encoding.ids
     return ids
 
 

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from midfill.serving.cluster.spec import EnginesSpec, FrontSpec
 from midfill.serving.server.listening import bind, is_loopback, warn_of_others
 from midfill.system.cache import cache_folder
 from midfill.system.machine import available_threads
+from midfill.system.python_child import python_command, python_environment
 
 _START_SECONDS = 300.0
 _ATTEMPTS = 3  # to start: Ray gives itself 30 s, and a machine that is busy may need more
@@ -110,19 +110,19 @@ def _start(cpus: float) -> LocalCluster:
     # Short: paths of sockets have at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="midfill-ray-"))
     log = folder / "start.log"
-    command = [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
+    command = python_command(
+        "-m", "ray.scripts.scripts", "start", "--head", "--block",
         f"--node-ip-address={_LOOPBACK}", "--port=0", f"--num-cpus={max(1, round(cpus))}",
         f"--object-store-memory={_OBJECT_STORE_BYTES}", "--include-dashboard=false",
         "--disable-usage-stats", f"--temp-dir={folder}",
-    ]  # fmt: skip
+    )  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | _ENVIRONMENT | {"RAY_AUTH_TOKEN": token},
+            env=python_environment() | _ENVIRONMENT | {"RAY_AUTH_TOKEN": token},
             start_new_session=True,
         )
     cluster = LocalCluster(

@@ -25,6 +25,7 @@ from midfill.serving.cluster.spec import (
     engines_app,
     generation_of,
 )
+from midfill.system.python_child import in_library_folder
 
 _TICK_SECONDS = 0.5
 _CONNECT_SECONDS = 15.0
@@ -67,7 +68,8 @@ def connected(address: str) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         _check_address(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with in_library_folder():  # its workers import from the folder that it is called in
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).strip().partition("\n")[0]
         raise MidfillError(

@@ -1,8 +1,15 @@
-"""Bodies: requests read up to a maximum size, decoded and described for OpenAPI; JSON responses."""
+"""Bodies: requests read up to a maximum size, decoded and described for OpenAPI; JSON responses.
 
+The event loop does nothing whose time grows with a body: what is large is decoded on a thread of
+its own, one body after the other, in steps that are each short enough not to hold up the loop,
+since the interpreter runs one thread at a time.
+"""
+
+import asyncio
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -10,10 +17,19 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
+from midfill.serving.server.held_bodies import HeldBodies
 from midfill.serving.server.request import current_request
 from midfill.serving.server.responses import ApiError
 
 T = TypeVar("T")
+
+MAX_VALUES = 1 << 18
+"""Numbers, texts, arrays and objects in a body: decoding more would hold up the event loop."""
+
+_SMALL_BYTES = 1 << 16  # decoded at once
+_decoding = ThreadPoolExecutor(1, thread_name_prefix="decoding bodies")
+_MAX_NAMED_BYTES = 1 << 20  # beyond it, the field that is not valid UTF-8 isn't looked for
+_receiving = HeldBodies()
 _SCHEMAS = "#/components/schemas/{name}"
 
 # msgspec writes, for instance: Expected `int`, got `str` - at `$.stop[1]`
@@ -53,14 +69,19 @@ async def read_json(
             without asking first.
 
     Raises:
-        ApiError: 413 for a body that is too long, 415 for one that is not JSON by its headers.
+        ApiError: 413 for a body that is too long, 415 for one that is not JSON by its headers, 503
+            where too much is being received.
         InvalidRequestError: see ``decode_json``.
     """
     _check_headers(request, any_content_type and "origin" not in request.headers)
-    data = await read_bytes(request, limit)
-    if (record := current_request.get()) is not None:
-        record.body_bytes = len(data)
-    return decode_json(data, kind)
+    with _receiving.body() as body:
+        await body.read(_chunks(request, limit))
+        if (record := current_request.get()) is not None:
+            record.body_bytes = body.size
+        if body.size <= _SMALL_BYTES:
+            return decode_json(body.take(), kind)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_decoding, _decode_large, body.take(), kind)
 
 
 def _check_headers(request: Request, any_content_type: bool) -> None:
@@ -91,20 +112,47 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     Raises:
         ApiError: 413 for a body that is too long.
     """
+    return b"".join([chunk async for chunk in _chunks(request, limit)])
+
+
+async def _chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Yield a body in pieces, as it arrives; raises what ``read_bytes`` does."""
     message = f"the body is longer than the {limit} bytes that this server accepts"
     too_long = ApiError(413, message, code="request_too_large")
     declared = request.headers.get("content-length", "0")
     # The HTTP parser lets only digits pass, but possibly more of them than int() accepts.
     if len(declared) > 18 or int(declared) > limit:
         raise too_long
-    chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
             raise too_long
-        chunks.append(chunk)
-    return b"".join(chunks)
+        yield chunk
+
+
+def _decode_large(body: bytes, kind: type[T]) -> T:
+    """Decode JSON as ``decode_json`` does, if it has not too many values."""
+    if _holds_more_values(body, MAX_VALUES):
+        raise InvalidRequestError(
+            f"the body has too many values: at most {MAX_VALUES} numbers, texts, arrays and objects"
+            " are accepted"
+        )
+    return decode_json(body, kind)
+
+
+def _holds_more_values(body: bytes, most: int) -> bool:
+    """Return whether JSON has more commas than ``most`` outside texts; values have one each.
+
+    Texts with many commas are common. They are told apart by a few passes over the bytes, each of
+    which takes some milliseconds.
+    """
+    if body.count(b",") <= most:
+        return False
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') > 8 * most:  # two of a key, two of its text, for each comma
+        return True
+    return b"".join(plain.split(b'"')[::2]).count(b",") > most
 
 
 def decode_json(body: bytes, kind: type[T]) -> T:
@@ -154,7 +202,13 @@ def _malformed(body: bytes, complaint: str) -> InvalidRequestError:
     """
     if not body.strip():
         return InvalidRequestError("the request has no body")
-    text = body.decode(errors="surrogateescape")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        if len(body) > _MAX_NAMED_BYTES:
+            place = f"it is not valid UTF-8 at byte {error.start}"
+            return InvalidRequestError(f"the body is not valid JSON: {place}")
+        text = body.decode(errors="surrogateescape")
     try:
         value = json.loads(text, parse_constant=_Constant)
     except RecursionError:

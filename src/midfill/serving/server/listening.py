@@ -214,14 +214,18 @@ def listen(
         MidfillError: the address, the key file or the certificate can't be used, or libraries that
             the options need are not installed.
     """
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, lambda *_: None)  # nothing is read yet that could be old
     keys = KeyRing(options.api_keys, options.api_key_file)
     tls = None if options.tls is None else ServerTls(options.tls)
 
     async def served(listener: Listener) -> None:
         task = asyncio.current_task()
         assert task is not None
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError):  # Windows has no such handlers
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            loop.add_signal_handler(signal.SIGTERM, task.cancel)
+            loop.add_signal_handler(signal.SIGHUP, listener.reload)  # until it has loaded
         await serve(listener)
 
     with (

@@ -1,5 +1,6 @@
 """One API request in the server: its answers while they are generated, and what is known of it."""
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -14,7 +15,7 @@ import msgspec
 
 from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput
-from midfill.errors import InvalidRequestError, UnavailableError
+from midfill.errors import DeadlineError, InvalidRequestError, UnavailableError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GenerationResult, PromptGeneration, Usage, whole_answers
 from midfill.frontend.prompt import Prompt
@@ -29,6 +30,7 @@ HOLE_TEMPERATURE = 0.2  # of an infill request that names none; Codestral's
 _HOLE_MAX_TOKENS, _HOLE_SOFT_MAX_TOKENS = 128, 96
 _OWN = b"x-request-timeout"
 _LIBRARIES = (b"x-stainless-read-timeout", b"x-stainless-timeout")
+_ENGINE_SECONDS = 0.25  # for the engine to say itself that a deadline has passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class Generation:
         self._places = {request.request_id: i for i, request in enumerate(self._requests)}
         self.responses = [PromptGeneration(prompt, sampling, tokenizer) for prompt in prompts]
         self.finish_reasons: list[str] = []
+        self._deadline = deadline
+        self._whole = stream_interval == math.inf
         self._started = time.perf_counter()
         self._arrived = self._started if arrived is None else arrived
         self.sampling = sampling
@@ -183,16 +187,35 @@ class Generation:
             QueueFullError: too many tokens are queued.
             RateLimitError: the tenant has used what it may.
             EngineDeadError: the engine is not ready, or it died.
+            DeadlineError: the client doesn't wait any more, whatever the engine does.
             StoppingError: the server is about to end.
         """
         prompt_tokens = sum(len(request.token_ids) for request in self._requests)
         with self._limits.generating(self._tenant, prompt_tokens) as charge:
+            timer = self._start_timer()
             try:
                 async with contextlib.aclosing(self._deltas()) as deltas:
                     async for delta in deltas:
                         yield delta
             finally:
+                if timer is not None:
+                    timer.cancel()
                 charge.tokens = self.usage.completion_tokens
+
+    def _start_timer(self) -> asyncio.TimerHandle | None:
+        """Have the answers end at their deadline, also if the engine says nothing.
+
+        As in the engine, a streamed answer that has begun goes on.
+        """
+        if self._deadline is None:
+            return None
+
+        def expire() -> None:
+            if self._whole or not self._last_token:
+                self.fail(DeadlineError.passed())
+
+        seconds = self._deadline - time.monotonic() + _ENGINE_SECONDS
+        return asyncio.get_running_loop().call_later(seconds, expire)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
         complete = 0

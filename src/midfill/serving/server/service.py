@@ -272,6 +272,7 @@ class ModelService:
         self._prompts = prompts
         self._context = prompts.context if context is None else context
         self._encoding = EncodingThread(prompts, encodes_at_once)
+        self._apart = ThreadPoolExecutor(1, thread_name_prefix="apart")
         self._idle_prefill = IdlePrefill(engine, self._encoding)
         self._prefills_unasked = idle_prefill
         self._stream_interval = stream_interval
@@ -356,11 +357,13 @@ class ModelService:
         """Return the tokens of each prompt, see ``PromptEncoder.report_tokens``."""
         return await self._encoding.run(PromptEncoder.report_all, prompts, tenant)
 
-    async def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
-        """Return a text's tokens."""
-        return await self._encoding.run(
-            lambda _: self.tokenizer.encode(text, parse_special=parse_special)
-        )
+    async def call_apart(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what may take long on a thread that no prompt waits for, one call after the other.
+
+        The function must not stay in one call of C code for long: that would stop all threads.
+        """
+        work = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._apart, work)
 
     def _queue_check(self, record: RequestRecord) -> Admit:
         """Return what refuses a request's document where it may not be queued now."""
@@ -443,9 +446,10 @@ class ModelService:
             generation.fail(_stopping())
 
     def close(self) -> None:
-        """End idle prefills and the encoding thread."""
+        """End idle prefills and the threads."""
         self._idle_prefill.close()
         self._encoding.close()
+        self._apart.shutdown(cancel_futures=True)
 
     def _prefill_next(self, generations: Sequence[PromptGeneration], tenant: str) -> None:
         """Prepare for the next request of each prompt's document."""

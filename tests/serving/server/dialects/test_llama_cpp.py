@@ -269,10 +269,35 @@ def test_settings_come_from_samplers_and_llama_cpps_defaults() -> None:
         ),
         ("/infill", {**INFILL, "grammar": "root ::= x"}, "grammar is not supported"),
         ("/infill", {**INFILL, "json_schema": {}}, "json_schema is not supported"),
+        (
+            "/completion",
+            {"prompt": "a", "logit_bias": {"9" * 5000: 1}},
+            "logit_bias must be of token ids from 0 to 319, not {999999999999999999: 1.0}",
+        ),
+        (
+            "/completion",
+            {"prompt": "a", "logit_bias": {"a" * 5000: 1, "b" * 5000: 1}},
+            "logit_bias names texts of 10000 characters; at most 8192 are accepted",
+        ),
+        (
+            "/completion",
+            {"prompt": "a", "logit_bias": [["a", 1]] * 1025},
+            "logit_bias must be of at most 1024 entries, not 1025",
+        ),
+        (
+            "/completion",
+            {"prompt": "a", "samplers": "k" * 65},
+            "samplers must be at most 64 names, not 65",
+        ),
         ("/completion", {"prompt": ""}, "prompt is empty"),
         ("/completion", {"prompt": ["a", 1]}, "prompt mixes texts and token ids"),
         ("/detokenize", {"tokens": [320]}, "tokens holds 320; this model's ids go from 0 to 319"),
         ("/tokenize", {}, "content is missing"),
+        (
+            "/tokenize",
+            {"content": "é" * (1 << 20)},
+            "content has 2097152 bytes; at most 1048576 are accepted",
+        ),
     ],
 )
 def test_errors_have_llama_cpps_shape(

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from midfill.errors import MidfillError
+from midfill.system.python_child import python_environment
 
 _WATCH_SECONDS = 0.2
 _END_SECONDS = 10.0
@@ -44,7 +45,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.peak_rss_bytes: int | None = None
         self._command = list(command)
-        self._environment = {**os.environ, **environment}
+        self._environment = python_environment({**os.environ, **environment})
         self._log = log
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)

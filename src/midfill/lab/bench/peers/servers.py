@@ -4,7 +4,6 @@ A server that can be started is a ``Launch``; one that can't is ``Missing``, wit
 """
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +19,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import tensor_shapes
+from midfill.system.python_child import python_command
 from midfill.version import __version__
 
 _BANNER_WEIGHTS = re.compile(r"weights (?P<size>[\d.]+) (?P<unit>bytes|KB|MB|GB)")
@@ -216,7 +216,7 @@ def launch_midfill(
         flags.append("--no-speculation")
     tokens = [] if model.own_sentinels else ["--fim-tokens", ",".join(model.sentinels)]
     identity = ["--port", PORT, "--served-name", model.name]
-    command = [sys.executable, "-m", "midfill", "serve", str(model.path), *identity]
+    command = python_command("-m", "midfill", "serve", str(model.path), *identity)
     quantised = _is_quantised(model)
     return Launch(
         name=MIDFILL_PLAIN if decode_alone else MIDFILL,

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -15,6 +14,7 @@ from midfill.lab.bench.peers.results import VLLM
 from midfill.lab.bench.peers.servers import PORT, ComparedModel, Launch, Missing, ReadBytes, Room
 from midfill.system.cache import cache_folder
 from midfill.system.files import write_folder
+from midfill.system.python_child import python_command, python_environment
 
 INSTALL = (
     "install it as docs/peers.md says (python -m venv vllm && vllm/bin/pip install torch==2.13.0 &&"
@@ -93,11 +93,16 @@ def _find(python: Path | None) -> tuple[str, str] | None:
         # pip installs scripts beside their interpreter.
         candidates = [str(Path(program).parent / "python")] if program is not None else []
         if importlib.util.find_spec("vllm") is not None:
-            candidates.append(sys.executable)
+            candidates.append(python_command()[0])
     for candidate in candidates:
         try:
             said = subprocess.run(
-                [candidate, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False
+                [candidate, "-c", _FIND],
+                env=python_environment(),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
             continue
@@ -145,6 +150,7 @@ def _convert(model: ComparedModel, interpreter: str, folder: Path, dtype: str) -
             # As text: run as a file, its own folder's modules would hide others of their names.
             [interpreter, "-c", _CONVERTER.read_text(), str(source), str(folder), dtype],
             cwd=folder.parent,
+            env=python_environment(),
             capture_output=True,
             text=True,
             timeout=_CONVERT_SECONDS,

@@ -5,7 +5,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,6 +19,7 @@ from midfill.errors import MidfillError
 from midfill.lab.evaluation.sandbox.values import FrameError, read_frame, write_frame
 from midfill.system.machine import available_threads
 from midfill.system.progress import StageProgress
+from midfill.system.python_child import python_command
 
 Isolation = Literal["namespaces", "audit-hook"]
 
@@ -217,7 +217,7 @@ class _Worker:
         arguments = [self.isolation, self._folder, str(tests)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-BPSs", "-c", _START, str(_SOURCES), *arguments],
+                python_command("-BSs", "-c", _START, str(_SOURCES), *arguments),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -22,7 +22,13 @@ from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer, Usage, whole_answers
 from midfill.frontend.prompt import Prompt, PromptSource
-from midfill.frontend.sampling import MAX_LOGPROBS, PostProcessing, SamplingParams, check_sampling
+from midfill.frontend.sampling import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    PostProcessing,
+    SamplingParams,
+    check_sampling,
+)
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
@@ -39,6 +45,8 @@ from midfill.serving.server.service import ModelService
 
 _MAX_SNIPPETS = 256  # the last ones count
 _INFILL_NAMES = {"prompt": "input_prefix", "suffix": "input_suffix", "context": "input_extra"}
+_MAX_SAMPLERS = 64
+_MAX_BIASED_CHARACTERS = 8192  # of all texts in a logit_bias, which are tokenised at once
 _SAMPLERS = ("top_k", "typ_p", "top_p", "min_p", "temperature")
 
 _SHORT_SAMPLERS = {
@@ -106,8 +114,16 @@ class LlamaCppFields(msgspec.Struct, kw_only=True):
 
     @property
     def active_samplers(self) -> frozenset[str]:
-        """The samplers that are applied."""
+        """The samplers that are applied.
+
+        Raises:
+            InvalidRequestError: there are far more than there are samplers.
+        """
         names = _SAMPLERS if self.samplers is None else self.samplers
+        if len(names) > _MAX_SAMPLERS:
+            raise InvalidRequestError.of_field(
+                "samplers", f"must be at most {_MAX_SAMPLERS} names, not {len(names)}"
+            )
         if isinstance(names, str):
             names = [_SHORT_SAMPLERS.get(letter, letter) for letter in names]
         return frozenset("typ_p" if name in _TYPICAL_NAMES else name for name in names)
@@ -168,11 +184,25 @@ class LlamaCppFields(msgspec.Struct, kw_only=True):
     def _logit_bias(self, service: ModelService) -> dict[int, float]:
         """Return the biases by token; those of a text are its tokens', false means never."""
         given = self.logit_bias or {}
+        entries = list(given.items()) if isinstance(given, dict) else given
+        if len(entries) > MAX_LOGIT_BIASES:
+            raise InvalidRequestError.of_field(
+                "logit_bias", f"must be of at most {MAX_LOGIT_BIASES} entries, not {len(entries)}"
+            )
+        characters = sum(len(key) for key, _ in entries if isinstance(key, str))
+        if characters > _MAX_BIASED_CHARACTERS:
+            raise InvalidRequestError.of_field(
+                "logit_bias",
+                f"names texts of {characters} characters; at most {_MAX_BIASED_CHARACTERS} are"
+                " accepted",
+            )
         biases: dict[int, float] = {}
-        for key, value in given.items() if isinstance(given, dict) else given:
+        for key, value in entries:
             number = -100.0 if value is False else float(value)
-            if isinstance(key, int) or key.isdecimal():
-                biases[int(key)] = number
+            if isinstance(key, int):
+                biases[key] = number
+            elif key.isascii() and key.isdecimal():  # no id is as long as what is cut off
+                biases[int(key.lstrip("0")[:18] or 0)] = number
             else:
                 biases.update(dict.fromkeys(service.tokenizer.encode(key), number))
         return biases

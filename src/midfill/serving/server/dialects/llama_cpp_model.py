@@ -15,6 +15,9 @@ from midfill.serving.server.responses import ApiError
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
+MAX_TOKENIZED_BYTES = 1 << 20
+_PART = 4096  # tokens
+
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """The body of POST /tokenize."""
@@ -69,28 +72,55 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Turn a text into tokens."""
         body = await read_json(request, TokenizeBody, limit, any_content_type=True)
-        ids = await service.tokenize(body.content, parse_special=body.parse_special is not False)
-        if body.add_special and tokenizer.add_bos and tokenizer.bos_token_id is not None:
-            ids = [tokenizer.bos_token_id, *ids]
-        if not body.with_pieces:
-            return json_response({"tokens": ids})
-        return json_response({"tokens": [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]})
+        size = len(body.content.encode(errors="replace"))
+        if size > MAX_TOKENIZED_BYTES:
+            raise InvalidRequestError.of_field(
+                "content", f"has {size} bytes; at most {MAX_TOKENIZED_BYTES} are accepted"
+            )
+        content = await service.call_apart(tokenized, tokenizer, body)
+        return Response(content, media_type="application/json")
 
     @router.post("/detokenize", openapi_extra=body_reference(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """Turn tokens into their text; special tokens show as their names."""
         body = await read_json(request, DetokenizeBody, limit, any_content_type=True)
-        for token_id in body.tokens:
-            if not 0 <= token_id < tokenizer.vocab_size:
-                raise InvalidRequestError(
-                    f"tokens holds {token_id}; this model's ids go from 0 to"
-                    f" {tokenizer.vocab_size - 1}",
-                    param="tokens",
-                )
-        text = b"".join(_bytes(tokenizer, token_id) for token_id in body.tokens)
-        return json_response({"content": text.decode(errors="replace")})
+        content = await service.call_apart(detokenized, tokenizer, body.tokens)
+        return Response(content, media_type="application/json")
 
     return router
+
+
+def tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> bytes:
+    """Return the answer of /tokenize, put together from short pieces; see ``call_apart``."""
+    ids = tokenizer.encode(body.content, parse_special=body.parse_special is not False)
+    if body.add_special and tokenizer.add_bos and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id, *ids]
+    parts = []
+    for start in range(0, len(ids), _PART):
+        part: list[object] = list(ids[start : start + _PART])
+        if body.with_pieces:
+            part = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids[start : start + _PART]]
+        parts.append(msgspec.json.encode(part)[1:-1])
+    return b'{"tokens":[' + b",".join(parts) + b"]}"
+
+
+def detokenized(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+    """Return the answer of /detokenize.
+
+    Raises:
+        InvalidRequestError: the model doesn't have one of the tokens.
+    """
+    parts = []
+    for token_id in ids:
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise InvalidRequestError(
+                f"tokens holds {token_id}; this model's ids go from 0 to"
+                f" {tokenizer.vocab_size - 1}",
+                param="tokens",
+            )
+        parts.append(_bytes(tokenizer, token_id))
+    text = b"".join(parts).decode(errors="replace")
+    return msgspec.json.encode({"content": text})
 
 
 def _slot_count(service: ModelService) -> int:

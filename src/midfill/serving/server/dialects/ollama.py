@@ -20,7 +20,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer, Usage
-from midfill.frontend.prompt import PromptSource
+from midfill.frontend.prompt import PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
@@ -139,7 +139,8 @@ class GenerateBody(OllamaFields, kw_only=True):
         if self.raw:
             return PromptSource(text=text)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return PromptSource(text=text, messages=[*system, {"role": "user", "content": text.prefix}])
+        messages = [*system, {"role": "user", "content": text.prefix}]
+        return PromptSource(text=text, messages=messages, tenant=tenant)
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
@@ -168,11 +169,13 @@ class ChatBody(OllamaFields, kw_only=True):
         """Return what the prompt is made of."""
         if self.tools:
             raise InvalidRequestError("tools are not supported", param="tools")
+        check_message_count(len(self.messages or ()))
         return PromptSource(
             messages=[
                 {"role": turn.role.lower(), "content": turn.content or ""}
                 for turn in self.messages or ()
-            ]
+            ],
+            tenant=tenant,
         )
 
 

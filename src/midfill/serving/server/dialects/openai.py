@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
 from midfill.frontend.generation import Usage
-from midfill.frontend.prompt import Prompt, PromptSource
+from midfill.frontend.prompt import Prompt, PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
@@ -207,8 +207,9 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         model = service.check_model(body.model)
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
+        check_message_count(len(body.messages))
         messages = [message.fields() for message in body.messages]
-        prompts = await service.encode([PromptSource(messages=messages)])
+        prompts = await service.encode([PromptSource(messages=messages, tenant=tenant)])
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         answer = _ChatResponse(body, generation, model)
         if body.stream:

@@ -27,6 +27,7 @@ from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
+_MAX_SNIPPETS = 256  # of a kind
 _MAX_SNIPPET_CHARACTERS = 768  # of all snippets together, as in Tabby's server
 _MAX_TOKENS = 64  # Tabby's default
 # Of the API that is spoken here; the agent asks older servers for less.
@@ -62,7 +63,7 @@ class Segments(msgspec.Struct, kw_only=True):
             self.relevant_snippets_from_changed_files,
             self.relevant_snippets_from_recently_opened_files,
         ):
-            for snippet in kind or ():
+            for snippet in (kind or ())[:_MAX_SNIPPETS]:
                 if len(snippet.body) > left:
                     break
                 left -= len(snippet.body)

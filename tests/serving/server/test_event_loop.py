@@ -1,0 +1,137 @@
+"""No request holds up the event loop, whatever it asks and however large its body is.
+
+A watchdog on the loop counts the processor time of this process between two of its turns, so other
+programs on the machine don't count. What runs beside the loop may take long; it counts only where
+it keeps the loop from its turn, as one call of C code does that doesn't let go of the interpreter.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+from tiny_checkpoints import write_tiny
+
+from midfill.config import ModelOptions
+from midfill.engine.process.client import EngineClient
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
+from midfill.models.checkpoints.opening import open_model
+from midfill.serving.server.app import create_app
+from midfill.serving.server.bodies import MAX_VALUES
+from midfill.serving.server.service import ModelService
+
+LIMIT = 16 << 20  # of a body, by default
+SPACE = LIMIT - 1000  # for text in one
+MAX_STALL_SECONDS = 0.5  # of processor time; 0.1 on a machine that does nothing else
+CONTEXT = 65_536
+LETTERS = "a b" * (SPACE // 3)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelService]:
+    """A service without an engine; its context lets texts of half a million characters through."""
+    folder = write_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=CONTEXT)
+    checkpoint = open_model(folder)
+    prompts = PromptEncoder(checkpoint, fim_format(checkpoint, None), CONTEXT)
+    checkpoint.tokenizer.prepare()
+    engine = EngineClient(folder, ModelOptions())
+    service = ModelService("tiny", engine, checkpoint.tokenizer, prompts, LIMIT)
+    yield service
+    service.close()
+
+
+async def watch(stalls: list[float]) -> None:
+    """Note the processor time between two turns of the loop, for ever."""
+    while True:
+        before = time.process_time()
+        await asyncio.sleep(0.001)
+        stalls.append(time.process_time() - before)
+
+
+def longest_stall(service: ModelService, path: str, body: bytes) -> tuple[float, int]:
+    """Return the longest stall in seconds while a request is answered, and its status."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 1 << 16):
+            yield body[start : start + (1 << 16)]
+
+    async def ask() -> tuple[float, int]:
+        transport = httpx.ASGITransport(app=create_app(service))
+        headers = {"content-type": "application/json"}
+        stalls: list[float] = []
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.post(path, content=b"{", headers=headers)  # routes are made
+            watchdog = asyncio.create_task(watch(stalls))
+            answer = await client.post(path, content=pieces(), headers=headers, timeout=120)
+            await asyncio.sleep(0.005)
+            watchdog.cancel()
+        return max(stalls), answer.status_code
+
+    return asyncio.run(ask())
+
+
+def of_json(**fields: object) -> bytes:
+    return json.dumps(fields, ensure_ascii=False).encode()
+
+
+def numbers(field: str, count: int, rest: str = "") -> bytes:
+    return f'{{"{field}":[{"123," * (count - 1)}1]{rest}}}'.encode()
+
+
+MESSAGE = {"role": "user", "content": "a"}
+WORDS = "ab c " * 60_000
+LINES = "ab = c\n" * (4_000_000 // 7)
+MANY = SPACE // 4
+
+BODIES = [
+    ("/tokenize", of_json(content="ab " * (1 << 18), with_pieces=True)),
+    ("/tokenize", of_json(content="a" * (1 << 20))),
+    ("/tokenize", of_json(content="é" * (1 << 19), with_pieces=True)),
+    ("/tokenize", of_json(content=LETTERS, with_pieces=True)),
+    ("/detokenize", numbers("tokens", MAX_VALUES)),
+    ("/detokenize", numbers("tokens", MANY)),
+    ("/completion", of_json(prompt="a", logit_bias={"b" * SPACE: 1})),
+    ("/completion", of_json(prompt="a", logit_bias=[["é" * 8, 1]] * 1024)),
+    ("/completion", of_json(prompt="a", samplers="k" * SPACE)),
+    ("/completion", numbers("prompt", MAX_VALUES)),
+    ("/completions", of_json(prompt=WORDS)),
+    ("/infill", of_json(input_prefix=LINES, input_suffix=LINES)),
+    ("/infill", of_json(input_prefix="a", input_suffix="", input_extra=[{"text": LETTERS}])),
+    ("/infill", of_json(input_prefix="", input_suffix="", input_extra=[{"text": ""}] * 100_000)),
+    ("/v1/completions", of_json(prompt="a" * SPACE)),
+    ("/v1/completions", of_json(prompt=WORDS)),
+    ("/v1/completions", of_json(prompt=[WORDS] * 20)),
+    ("/v1/completions", of_json(prompt=LINES, suffix=LINES)),
+    ("/v1/completions", of_json(prompt="a", stop=["b"] * (MAX_VALUES - 9))),
+    ("/v1/completions", of_json(prompt="a", stop="b" * SPACE)),
+    ("/v1/completions", of_json(prompt="a", model="b" * SPACE)),
+    ("/v1/completions", of_json(prompt="a", logit_bias={str(i): 1 for i in range(MAX_VALUES)})),
+    ("/v1/completions", numbers("prompt", MANY, ',"x":NaN')),
+    ("/v1/completions", numbers("prompt", MAX_VALUES - 9, ',"x":NaN')),
+    ("/v1/completions", of_json(prompt="a" * SPACE).replace(b"a}", b'a","x":NaN}')),
+    ("/v1/completions", b'{"prompt":"' + b"\xff" * SPACE + b'"}'),
+    ("/v1/completions", of_json(prompt=",\\" * (SPACE // 4))),
+    ("/v1/completions", b'"' * LIMIT),
+    ("/v1/completions", of_json(segments={"prefix": LINES, "suffix": LINES, "git_url": "a/" * 99})),
+    ("/v1/chat/completions", of_json(messages=[{"role": "a" * SPACE, "content": "a"}])),
+    ("/v1/chat/completions", of_json(messages=[{"role": WORDS, "content": "a"}])),
+    ("/v1/chat/completions", of_json(messages=[{"role": "a", "content": "<|im_" * 60_000}])),
+    ("/v1/chat/completions", of_json(messages=[MESSAGE] * 100_000)),
+    ("/v1/fim/completions", of_json(prompt=LINES, suffix=LINES)),
+    ("/v1/events", of_json(type="view", completion_id="a" * SPACE, choice_index=1)),
+    ("/api/generate", of_json(model="tiny", prompt=WORDS, system=WORDS)),
+    ("/api/generate", numbers("context", MANY, ',"model":"tiny","prompt":"a"')),
+    ("/api/chat", of_json(model="tiny", messages=[MESSAGE] * 100_000)),
+    ("/api/show", of_json(model="a" * SPACE)),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), BODIES, ids=[f"{path} {body[:12]!r}" for path, body in BODIES]
+)
+def test_no_request_holds_up_the_others(service: ModelService, path: str, body: bytes) -> None:
+    assert len(body) <= LIMIT
+    stall, status = longest_stall(service, path, body)
+    assert stall < MAX_STALL_SECONDS, (status, stall)
