@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -130,3 +131,26 @@ def test_kills_in_a_row_under_load(server: RunningServer, kills: int) -> None:
     assert sum("in flight" in str(error["message"]) for error in failures) >= kills
     server.wait_for(lambda: server.metric("num_requests_running") == 0)
     assert server.metric("queued_tokens") == 0
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_amid_an_answer_is_ended_and_restarted(tiny_folder: Path) -> None:
+    """The whole way for once: a stopped process, the watchdog, SIGKILL, and a new engine."""
+    with start(tiny_folder, "--step-timeout", "4", step_seconds=STEP_SECONDS) as server:
+        hung = server.engine_process()
+        body = {**LOAD, "stream": True}
+        with server.client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert "text" in next(lines)
+            os.kill(hung, signal.SIGSTOP)
+            server.wait_for(lambda: server.get("/health").status_code == 503)
+            assert server.get("/livez").status_code == 200
+            events = [line for line in lines if line.startswith("data: {")]
+        error = msgspec.json.decode(events[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "engine_restarting"
+        server.wait_for(lambda: server.get("/health").status_code == 200)
+        assert server.metric("engine_restarts_total") == 1
+        assert server.engine_process() != hung
+        assert server.complete(**BODY)["choices"][0]["finish_reason"]
+        with pytest.raises(ProcessLookupError):
+            os.kill(hung, 0)
