@@ -81,7 +81,7 @@ def by_hand(runner: Runner, files: list[list[int]], method: Ape, count: int) -> 
             write_slots=rows, query_indptr=ends[0], kv_indptr=ends[1], kv_slots=slots,
             logit_rows=np.array([len(rows) - 1], np.int32), attention=attention,
         )  # fmt: skip
-        return runner.forward(batch)[0].numpy().copy()
+        return runner.forward(batch)[0].copy()
 
     run(range(1), [], 0)
     for start, end in pairwise(bounds):

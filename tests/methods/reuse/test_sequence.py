@@ -122,7 +122,7 @@ class NaiveBlend:
         )
         hidden = self.runner.embed(batch) if hidden is None else hidden
         hidden = self.runner.run_layers(batch, hidden, first, end)
-        return self.runner.compute_logits(batch, hidden).clone() if end == 3 else hidden
+        return self.runner.compute_logits(batch, hidden).copy() if end == 3 else hidden
 
     def cells(self, slots: np.ndarray, layer: int) -> np.ndarray:
         heads = self.runner.config.kv_heads
