@@ -20,6 +20,7 @@ from midfill.engine.scheduling.step_cost import StepCost
 from midfill.engine.step.speculation import Speculation
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.method import Method
+from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 
@@ -179,6 +180,13 @@ def check_idle(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.running == stats.waiting == stats.background == 0
     assert stats.slots_free + stats.slots_cached == stats.slots_total
+
+
+def torch_runner(checkpoint: Checkpoint, slots: int) -> Runner:
+    """Return the reference on the CPU; without torch the test that asks for it is skipped."""
+    from midfill.runners.torch.runner import TorchRunner
+
+    return TorchRunner(checkpoint, slots=slots)
 
 
 def next_logits(runner: Runner, tokens: list[int]) -> Float32Array:

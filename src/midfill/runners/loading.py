@@ -1,7 +1,6 @@
 """load_runner: choose the implementation that runs a checkpoint, and its number of KV slots."""
 
 import math
-from importlib.util import find_spec
 
 from midfill.config import ModelOptions
 from midfill.errors import MidfillError, OptionError
@@ -106,10 +105,12 @@ def choose_slots(
 
 def _finds_gpu(options: ModelOptions) -> bool:
     """Whether torch could run the model on a GPU. It is imported only where there may be one."""
-    if options.backend == "cpu" or find_spec("torch") is None or not has_gpu_driver():
+    if options.backend == "cpu" or not has_gpu_driver():
         return False
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False
     return torch.cuda.is_available()
 
 

@@ -18,8 +18,7 @@ from midfill.methods.rows.uncomp_stage import LayerGroups, UNCompStage
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import FixedCost, build_engine, request, serve
+from serving import FixedCost, build_engine, request, serve, torch_runner
 
 LAYERS = 6
 
@@ -228,7 +227,7 @@ def test_several_answers_and_scores_of_the_prompt_are_refused() -> None:
 def make_runner(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[], Runner]:
     checkpoint = open_checkpoint(tiny_folder)
     if request.param == "torch":
-        return lambda: TorchRunner(checkpoint, slots=300)
+        return lambda: torch_runner(checkpoint, slots=300)
     return lambda: CpuRunner(checkpoint, slots=300, threads=1)
 
 
@@ -241,7 +240,7 @@ def test_on_real_runners_keeping_all_is_dense(make_runner: Callable[[], Runner])
 
 def test_runners_agree(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(tiny_folder)
-    runners = (TorchRunner(checkpoint, slots=300), CpuRunner(checkpoint, slots=300, threads=1))
+    runners = (torch_runner(checkpoint, slots=300), CpuRunner(checkpoint, slots=300, threads=1))
     answers = [
         serve(pruned(LazyLLM("0/1", "0.5"), runner), [request("a", prompt(90))])["a", 0].tokens
         for runner in runners

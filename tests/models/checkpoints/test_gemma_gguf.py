@@ -11,7 +11,7 @@ from tiny_checkpoints import write_variant
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.torch.runner import TorchRunner
+from serving import torch_runner
 
 MODULES = {
     "input_layernorm": "attn_norm",
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(checkpoint: Checkpoint) -> np.ndarray:
-    stepper = Stepper(TorchRunner(checkpoint, slots=64))
+    stepper = Stepper(torch_runner(checkpoint, slots=64))
     return stepper.runner.forward(stepper.pack([(Sequence(list(range(10, 60))), 50)]))
 
 

@@ -15,10 +15,10 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.forward.runner import Runner
+from serving import torch_runner
 
 SLOTS, LENGTH = 80, 24
-Runner = CpuRunner | TorchRunner
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def cpu(llama: Checkpoint) -> Iterator[CpuRunner]:
 
 @pytest.fixture(scope="module", params=["cpu", "torch"])
 def runner(request: pytest.FixtureRequest, llama: Checkpoint, cpu: CpuRunner) -> Runner:
-    return cpu if request.param == "cpu" else TorchRunner(llama, slots=SLOTS)
+    return cpu if request.param == "cpu" else torch_runner(llama, slots=SLOTS)
 
 
 def ids(count: int, seed: int = 0) -> np.ndarray:
@@ -145,7 +145,7 @@ def test_all_cells_give_the_bits_of_the_slots(cpu: CpuRunner) -> None:
 
 
 def test_both_runners_read_the_same_cells(llama: Checkpoint, cpu: CpuRunner) -> None:
-    reference = TorchRunner(llama, slots=SLOTS)
+    reference = torch_runner(llama, slots=SLOTS)
     rng = np.random.default_rng(2)
     slots, tokens = scattered(LENGTH + 4), ids(LENGTH + 4)
     prompt = step(tokens[:LENGTH], 0, slots[:LENGTH])
@@ -163,7 +163,7 @@ def test_both_runners_read_the_same_cells(llama: Checkpoint, cpu: CpuRunner) -> 
 
 
 def test_queries_of_observed_rows_are_kept(llama: Checkpoint, cpu: CpuRunner) -> None:
-    reference = TorchRunner(llama, slots=SLOTS)
+    reference = torch_runner(llama, slots=SLOTS)
     batch = step(ids(LENGTH), 0, scattered(LENGTH), observed=(3, 20, 23))
     plain = dataclasses.replace(batch, observed_rows=np.zeros(0, np.int32))
     expected = cpu.forward(plain).copy()

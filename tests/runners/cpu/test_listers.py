@@ -14,7 +14,8 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import LayerProbe, query_blocks
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.forward.runner import Runner
+from serving import torch_runner
 
 PREFIX, ROWS = 200, 300
 
@@ -39,9 +40,7 @@ def text(length: int, seed: int = 0) -> Sequence:
     return Sequence(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
 
 
-def prefill(
-    runner: CpuRunner | TorchRunner, planner: MadePlanner | None, rows: int = ROWS
-) -> np.ndarray:
+def prefill(runner: Runner, planner: MadePlanner | None, rows: int = ROWS) -> np.ndarray:
     """Logits of a chunk of ``rows`` after a dense prefix."""
     stepper, sequence = Stepper(runner), text(PREFIX + rows)
     stepper.step([(sequence, PREFIX)])
@@ -68,7 +67,7 @@ def test_listed_keys_give_the_logits_of_masked_attention_in_torch(
 ) -> None:
     planners = [MadePlanner(scattered), MadePlanner(scattered)]
     found = prefill(runner, planners[0], rows)
-    expected = prefill(TorchRunner(llama, slots=1500), planners[1], rows)
+    expected = prefill(torch_runner(llama, slots=1500), planners[1], rows)
     np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
     for layer in range(runner.config.layers):
         np.testing.assert_array_equal(planners[0].pairs[layer], planners[1].pairs[layer])
@@ -101,7 +100,7 @@ def test_a_planner_sees_the_same_in_both_runners(
     runner = cpu_runner(llama, kv_dtype)
     planners = [MadePlanner(look=look), MadePlanner(look=look)]
     prefill(runner, planners[0], rows)
-    prefill(TorchRunner(llama, slots=1500), planners[1], rows)
+    prefill(torch_runner(llama, slots=1500), planners[1], rows)
     tolerance = {"f32": 1e-4, "f16": 5e-3, "bf16": 0.05, "i8": 0.2}[kv_dtype]
     for found, expected in zip(planners[0].seen, planners[1].seen, strict=True):
         for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]

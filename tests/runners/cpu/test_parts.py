@@ -13,7 +13,7 @@ from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
+from serving import torch_runner
 
 BEFORE, ROWS = 300, 70
 TEMPERED = (260, 0.7, 0.8)
@@ -64,7 +64,7 @@ def logits(runner: Runner, group: Tempered | None, parts: list[int]) -> np.ndarr
 
 
 def test_the_cpu_kernels_agree_with_torch(cpu: CpuRunner, checkpoint: Checkpoint) -> None:
-    expected = logits(TorchRunner(checkpoint, slots=500), TEMPERED, [ROWS])
+    expected = logits(torch_runner(checkpoint, slots=500), TEMPERED, [ROWS])
     found = logits(cpu, TEMPERED, [ROWS])
     tolerance = {"f32": 1e-3, "f16": 0.02, "bf16": 0.16, "i8": 0.6}[cpu.kv_format.value]
     np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0.0)
@@ -101,7 +101,7 @@ def test_other_requests_of_the_step_keep_their_bits(cpu: CpuRunner) -> None:
 def test_without_temperature_and_scale_it_is_one_softmax(
     cpu: CpuRunner, checkpoint: Checkpoint, backend: str
 ) -> None:
-    runner: Runner = cpu if backend == "cpu" else TorchRunner(checkpoint, slots=500)
+    runner: Runner = cpu if backend == "cpu" else torch_runner(checkpoint, slots=500)
     neutral, dense = (logits(runner, group, [ROWS]) for group in ((260, 1.0, 1.0), None))
     # Rounded KV of later layers can turn out differently for a rounding of 1e-6 before.
     kv = "f32" if backend == "torch" else cpu.kv_format.value

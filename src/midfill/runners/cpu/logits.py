@@ -4,6 +4,7 @@ NumPy has vector instructions for the passes that are over a whole vocabulary: o
 each takes 3 to 20 µs.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,15 +71,15 @@ class NumpyLogits:
     ) -> list[int]:
         """See ``LogitsOps``."""
         rows = zip(vectors, temperatures, draws, strict=True)
-        return [_draw(_powers(vector, one), draw) for vector, one, draw in rows]
+        return [_draw(_powers(vector, vector.max(), one), draw) for vector, one, draw in rows]
 
 
 NUMPY_LOGITS = NumpyLogits()
 
 
-def _powers(vector: Float32Array, temperature: float) -> Float32Array:
-    """Return exp((vector - its largest value) / temperature), a new array."""
-    powers: Float32Array = vector - vector.max()
+def _powers(vector: Float32Array, largest: np.float32, temperature: float) -> Float32Array:
+    """Return exp((vector - largest) / temperature), a new array."""
+    powers: Float32Array = vector - largest
     if temperature != 1.0:
         powers /= np.float32(temperature)
     np.exp(powers, out=powers)
@@ -86,8 +87,9 @@ def _powers(vector: Float32Array, temperature: float) -> Float32Array:
 
 
 def _log_normalizer(vector: Float32Array, temperature: float) -> float:
-    total = _powers(vector, temperature).sum()
-    return float(vector.max()) / temperature + float(np.log(np.float64(total)))
+    largest = vector.max()
+    total = float(_powers(vector, largest, temperature).sum())
+    return float(largest) / temperature + math.log(total)
 
 
 def _draw(weights: Float32Array, draw: float) -> int:
