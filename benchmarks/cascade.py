@@ -12,10 +12,11 @@ from statistics import fmean, median
 from typing import Annotated
 
 import msgspec
-import torch
+import numpy as np
 import typer
 
 from benchmarks.report import publish
+from midfill.arrays import Float32Array
 from midfill.cli.bench.options import (
     JsonOption,
 )
@@ -135,7 +136,7 @@ class _Run:
     ) -> None:
         self._session, self._haystacks = session, haystacks
         self._repeats, self._files, self._following = repeats, files, following
-        self._full: dict[tuple[int, int], torch.Tensor] = {}
+        self._full: dict[tuple[int, int], Float32Array] = {}
 
     def case(self, length: int, budget: float) -> CascadeCase:
         """Measure one budget at one length."""
@@ -176,7 +177,7 @@ class _Run:
         """Return the KL of one-shot and cascade from full KV, and of the second from the first."""
         tokens = self._text(number, length + self._following)[: length + self._following]
 
-        def scored(method: str) -> torch.Tensor:
+        def scored(method: str) -> Float32Array:
             return self._session.log_likelihoods(tokens, method, length, length + 1)
 
         if (number, length) not in self._full:
@@ -185,9 +186,9 @@ class _Run:
         return _divergence(full, first), _divergence(full, second), _divergence(first, second)
 
 
-def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+def _divergence(p: Float32Array, q: Float32Array) -> float:
     """Return KL(p || q) per token, from log-probabilities [tokens, vocab]."""
-    return max(float((p.exp() * (p - q)).sum(-1).mean()), 0.0)
+    return max(float((np.exp(p) * (p - q)).sum(-1).mean()), 0.0)
 
 
 def cascade_table(report: CascadeReport) -> ResultTable:

@@ -10,11 +10,10 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import torch
 import typer
 
 from benchmarks.report import publish
-from midfill.arrays import Int32Array
+from midfill.arrays import Float32Array, Int32Array, RunnerArray
 from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption
@@ -37,6 +36,7 @@ from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resol
 from midfill.models.checkpoints.opening import open_model
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
@@ -242,13 +242,13 @@ class _Bench:
         halves = np.frombuffer(data, np.uint8).reshape(2, cells.size, -1)
         self._runner.cells.restore(cells.reshape(-1), (halves[0], halves[1]))
 
-    def _log_likelihoods(self, case: _Text) -> torch.Tensor:
+    def _log_likelihoods(self, case: _Text) -> Float32Array:
         """Return log-probabilities after each token of the rest, float32 [rows, vocab]."""
         tokens = np.concatenate((case.context, case.rest))
-        logits = self._forward(tokens, len(case.context), outputs=True).float().cpu()
-        return logits - logits.logsumexp(dim=-1, keepdim=True)
+        logits = self._forward(tokens, len(case.context), outputs=True)
+        return log_softmax(self._runner.logits_ops.to_numpy(logits))
 
-    def _forward(self, tokens: Int32Array, start: int, *, outputs: bool) -> torch.Tensor:
+    def _forward(self, tokens: Int32Array, start: int, *, outputs: bool) -> RunnerArray:
         """Run tokens[start:]; those before are in the first slots."""
         seen = np.arange(len(tokens), dtype=np.int32)
         rows = len(tokens) - start
@@ -278,16 +278,16 @@ def _coded(codec: ChunkCodec, data: bytes, part: slice, one: _Scores) -> bytes:
     return decoded
 
 
-def _add(one: _Scores, case: _Text, expected: torch.Tensor, got: torch.Tensor) -> None:
+def _add(one: _Scores, case: _Text, expected: Float32Array, got: Float32Array) -> None:
     """Add what the rows after a text gave."""
-    targets = torch.from_numpy(case.rest[1:]).long()
+    targets = case.rest[1:]
     if case.is_needle:
-        told = got.argmax(dim=-1)[7:-1] == targets[7:]
+        told = got.argmax(axis=-1)[7:-1] == targets[7:]
         one.needles.append(bool(told.all()))
         return
-    one.divergence += (expected.exp() * (expected - got)).sum(dim=-1).tolist()
-    one.agrees += (expected.argmax(dim=-1) == got.argmax(dim=-1)).tolist()
-    one.loss += (-got[:-1].gather(1, targets[:, None])[:, 0]).tolist()
+    one.divergence += (np.exp(expected) * (expected - got)).sum(axis=-1).tolist()
+    one.agrees += (expected.argmax(axis=-1) == got.argmax(axis=-1)).tolist()
+    one.loss += (-got[np.arange(len(targets)), targets]).tolist()
 
 
 def _outcome(

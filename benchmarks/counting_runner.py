@@ -3,8 +3,8 @@
 from typing import Any
 
 import msgspec
-import torch
 
+from midfill.arrays import Float32Array
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
 
@@ -55,20 +55,20 @@ class CountingRunner:
         """Count from 0."""
         self.work = Work(rows=[0] * self._runner.config.layers)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Float32Array:
         """See ``Runner.forward``."""
         self._count(batch, 0, self._runner.config.layers)
         self.work.weight_bytes += self._head_bytes
         return self._runner.forward(batch)
 
     def run_layers(
-        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
+        self, batch: ForwardBatch, hidden: Float32Array, first: int, end: int
+    ) -> Float32Array:
         """See ``Runner.run_layers``."""
         self._count(batch, first, end)
         return self._runner.run_layers(batch, hidden, first, end)
 
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, batch: ForwardBatch, hidden: Float32Array) -> Float32Array:
         """See ``Runner.compute_logits``."""
         self.work.weight_bytes += self._head_bytes
         return self._runner.compute_logits(batch, hidden)

@@ -12,10 +12,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 import typer
 
 from benchmarks.report import publish
+from midfill.arrays import Float32Array
 from midfill.cli.bench.options import (
     JsonOption,
 )
@@ -31,6 +31,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.packed_model import block_format
 from midfill.runners.cpu.runner import CpuRunner, choose_kv_format
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.logits import log_softmax
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable
 
@@ -142,7 +143,7 @@ def measure_precision(
         progress(f"text {number + 1} of {len(texts)}")
         for batch in _chunks(ids):
             expected = _log_likelihoods(runners[REFERENCE], batch)
-            following = torch.from_numpy(ids[batch.positions[-1] - batch.rows + 2 :])
+            following = ids[batch.positions[-1] - batch.rows + 2 :]
             losses += _loss(expected, following)
             for each in variants:
                 rows = _compare(expected, _log_likelihoods(runners[each], batch), following)
@@ -171,11 +172,7 @@ def distinct(checkpoint: Checkpoint, variants: tuple[Variant, ...]) -> tuple[Var
 
 
 class _Rows(msgspec.Struct, frozen=True):
-    """Divergence, agreement of the likeliest token, and loss of the next token, per row.
-
-    These are plain numbers: small tensors that are kept would fragment the memory of the large
-    ones that are freed.
-    """
+    """Divergence, agreement of the likeliest token, and loss of the next token, per row."""
 
     divergence: list[float]
     agrees: list[bool]
@@ -210,22 +207,22 @@ def _chunks(ids: IdArray) -> Iterator[ForwardBatch]:
         )
 
 
-def _log_likelihoods(runner: CpuRunner, batch: ForwardBatch) -> torch.Tensor:
-    """Return log-probabilities, float32 [rows, vocab], valid until the runner's next step."""
-    logits = runner.forward(batch)
-    return logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
+def _log_likelihoods(runner: CpuRunner, batch: ForwardBatch) -> Float32Array:
+    """Return log-probabilities, float32 [rows, vocab]."""
+    return log_softmax(runner.forward(batch))
 
 
-def _loss(log_likelihoods: torch.Tensor, following: torch.Tensor) -> list[float]:
+def _loss(log_likelihoods: Float32Array, following: IdArray) -> list[float]:
     """Return the next tokens' negative log-likelihoods; the text's last token has none."""
-    targets = following[: len(log_likelihoods)].long()
-    return (-log_likelihoods[: len(targets)].gather(1, targets[:, None])[:, 0]).tolist()
+    targets = following[: len(log_likelihoods)]
+    losses: list[float] = (-log_likelihoods[np.arange(len(targets)), targets]).tolist()
+    return losses
 
 
-def _compare(expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor) -> _Rows:
+def _compare(expected: Float32Array, got: Float32Array, following: IdArray) -> _Rows:
     return _Rows(
-        (expected.exp() * (expected - got)).sum(dim=-1).tolist(),
-        (expected.argmax(dim=-1) == got.argmax(dim=-1)).tolist(),
+        (np.exp(expected) * (expected - got)).sum(axis=-1).tolist(),
+        (expected.argmax(axis=-1) == got.argmax(axis=-1)).tolist(),
         _loss(got, following),
     )
 

@@ -14,11 +14,10 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import torch
 import typer
 
 from benchmarks.report import publish
-from midfill.arrays import BoolArray
+from midfill.arrays import BoolArray, Float32Array
 from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelOption
 from midfill.cli.outputs import DocsOption
@@ -422,12 +421,12 @@ class _Run:
             for name in names:
                 self._progress(f"prompt {number} of {len(self._probes)}: {name}")
                 own = dense if name == DENSE else self._distributions(probe, name)
-                divergence = (dense.exp() * (dense - own)).sum(dim=-1).mean()
+                divergence = (np.exp(dense) * (dense - own)).sum(axis=-1).mean()
                 start, end = probe.answers[0]
-                answer = torch.tensor(probe.tokens[start:end])
+                answer = np.array(probe.tokens[start:end])
                 rows = own[start - end :]
-                logprob = rows.gather(1, answer[:, None]).mean()
-                likeliest = (rows.argmax(dim=-1) == answer).all()
+                logprob = rows[np.arange(len(answer)), answer].mean()
+                likeliest = (rows.argmax(axis=-1) == answer).all()
                 found[name].append((float(logprob), float(likeliest), float(divergence)))
         return {name: _means(one) for name, one in found.items()}
 
@@ -442,7 +441,7 @@ class _Run:
             taken.append(one)
         return taken
 
-    def _distributions(self, probe: Probe, name: str) -> torch.Tensor:
+    def _distributions(self, probe: Probe, name: str) -> Float32Array:
         first = probe.answers[0][0] - self._options.scored
         return self._session.log_likelihoods(probe.tokens, name, probe.compress_after, first)
 

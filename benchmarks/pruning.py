@@ -16,7 +16,6 @@ from typing import Annotated, cast
 
 import msgspec
 import numpy as np
-import torch
 import typer
 
 from benchmarks.counting_runner import CountingRunner
@@ -45,6 +44,7 @@ from midfill.models.checkpoints.opening import model_digest
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable
@@ -188,7 +188,7 @@ def measure_pruning(
         answers: dict[str, list[Answer]] = {name: [] for name in methods}
         bench.answer(probes[0], DENSE, None)  # warms up
         for number, probe in enumerate(probes, 1):
-            exact: torch.Tensor | None = None
+            exact: Float32Array | None = None
             for name in methods:
                 progress(f"probe {number} of {len(probes)}: {name}")
                 answer, logits = bench.answer(probe, name, exact)
@@ -267,8 +267,8 @@ class _Bench:
         return [one for one in begins if one is not None] + self._tokenizer.encode(text)
 
     def answer(
-        self, probe: Probe, method: str, exact: torch.Tensor | None
-    ) -> tuple[Answer, torch.Tensor]:
+        self, probe: Probe, method: str, exact: Float32Array | None
+    ) -> tuple[Answer, Float32Array]:
         """Return a method's answer and the log-probabilities of its first token.
 
         Args:
@@ -311,7 +311,7 @@ class _Bench:
             rows=work.rows,
             key_pairs=work.key_pairs,
             token_seconds=taken / max(steps, 1),
-            kl=float((exact.exp() * (exact - first)).sum()),
+            kl=float((np.exp(exact) * (exact - first)).sum(dtype=np.float64)),
             gold=sum(one.logprob for output in outputs for one in output.logprobs or ()),
         ), first
 
@@ -323,24 +323,24 @@ class _Bench:
 class _Tap(CountingRunner):
     """A counting runner that also keeps the distribution of the first token."""
 
-    first: torch.Tensor | None = None
+    first: Float32Array | None = None
 
     def restart(self) -> None:
         """Count from 0, and wait for the next first token."""
         super().restart()
         self.first = None
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Float32Array:
         """See ``Runner.forward``."""
         return self._kept(super().forward(batch))
 
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, batch: ForwardBatch, hidden: Float32Array) -> Float32Array:
         """See ``Runner.compute_logits``."""
         return self._kept(super().compute_logits(batch, hidden))
 
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+    def _kept(self, logits: Float32Array) -> Float32Array:
         if self.first is None and len(logits):
-            self.first = logits[-1].double().log_softmax(-1)
+            self.first = log_softmax(logits[-1])
         return logits
 
 

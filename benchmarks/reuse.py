@@ -26,10 +26,10 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
-import torch
 import typer
 
 from benchmarks.report import publish
+from midfill.arrays import Float32Array, RunnerArray
 from midfill.cli.bench.options import JsonOption, LoadedModelOption
 from midfill.cli.options import ThreadsOption
 from midfill.cli.outputs import DocsOption
@@ -53,6 +53,7 @@ from midfill.methods.registry import methods_of, parse_name, resolve_method
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable, saver
@@ -153,7 +154,7 @@ class Measured(NamedTuple):
     key_pairs: int
     cached_tokens: int
     reused_tokens: int
-    log_probabilities: torch.Tensor
+    log_probabilities: Float32Array
     answer: str
 
 
@@ -245,17 +246,17 @@ class _WorkCounter:
         """Begin to count."""
         self.row_layers = self.key_pairs = 0
         self.seconds = 0.0
-        self.log_probabilities: torch.Tensor | None = None
+        self.log_probabilities: Float32Array | None = None
         self._started = time.perf_counter()
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> RunnerArray:
         """See ``Runner.forward``."""
         self._add(batch, self._runner.config.layers)
         return self._kept(self._runner.forward(batch))
 
     def run_layers(
-        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
+        self, batch: ForwardBatch, hidden: RunnerArray, first: int, end: int
+    ) -> RunnerArray:
         """See ``Runner.run_layers``."""
         self._add(batch, end - first)
         return self._runner.run_layers(batch, hidden, first, end)
@@ -265,10 +266,10 @@ class _WorkCounter:
             self.row_layers += batch.rows * layers
             self.key_pairs += int(batch.slots_seen().sum(dtype=np.int64)) * layers
 
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+    def _kept(self, logits: RunnerArray) -> RunnerArray:
         if self.log_probabilities is None and len(logits):
             self.seconds = time.perf_counter() - self._started
-            self.log_probabilities = logits[0].float().log_softmax(dim=-1).cpu()
+            self.log_probabilities = log_softmax(self._runner.logits_ops.to_numpy(logits[0]))
         return logits
 
 
@@ -459,7 +460,7 @@ class _Run:
             row_layers=one.row_layers,
             key_pairs=one.key_pairs,
             reused_tokens=one.reused_tokens,
-            divergence=max(float((p.exp() * (p - q)).sum()), 0.0),
+            divergence=max(float((np.exp(p) * (p - q)).sum()), 0.0),
             answer=one.answer,
             exact=is_exact_first_line(one.answer, hole.hole),
         )

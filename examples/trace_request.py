@@ -8,8 +8,7 @@ that the second answer shows what the planner and the prefix cache save.
 
 from typing import Any
 
-import torch
-
+from midfill.arrays import RunnerArray
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy, speculation
@@ -58,7 +57,7 @@ class TracedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> RunnerArray:
         """Return logits [outputs, vocab] float32."""
         lengths = (batch.kv_indptr[1:] - batch.kv_indptr[:-1]).tolist()
         print(

@@ -18,6 +18,7 @@ from amx_emulation import build_emulator, chip_has_amx, reason_to_skip
 from hypothesis import HealthCheck, settings
 from tiny_checkpoints import write_tiny
 
+from midfill.errors import MidfillError
 from midfill.system.cache import cache_folder
 from midfill.system.process import freeze_objects
 
@@ -55,6 +56,7 @@ def pytest_collection_finish() -> None:
 
 
 _MISSING = [name for name in ("torch", "accelerate", "peft") if find_spec(name) is None]
+_NEEDS_TORCH = " needs torch; install it with"
 _MISSING_MODULE = re.compile(rf"No module named '({'|'.join(_MISSING)})[.']")
 
 
@@ -73,14 +75,26 @@ def pytest_make_collect_report(
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    """Skip tests whose fixtures get to a library that is not installed."""
+    yield from _skip_without_libraries()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
     """Skip tests that get to a library that is not installed."""
+    yield from _skip_without_libraries()
+
+
+def _skip_without_libraries() -> Generator[None, None, None]:
     try:
         yield
     except Exception as error:
         cause = error.__cause__ or error
         if isinstance(cause, ModuleNotFoundError) and cause.name in _MISSING:
             pytest.skip(f"needs {cause.name}")
+        if "torch" in _MISSING and isinstance(error, MidfillError) and _NEEDS_TORCH in str(error):
+            pytest.skip("needs torch")
         raise
 
 

@@ -1,6 +1,8 @@
 """LLM: the same engine and frontend inside a Python program."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,3 +176,24 @@ def test_an_adapter_changes_the_answers_and_the_fim_tokens(
     with LLM(str(tiny_folder), adapter="none", threads=1, kv_memory=4 * 2**20) as plain:
         assert plain.info.adapter is None
         assert plain.generate("def f(", GREEDY)[0].text == llm.generate("def f(", GREEDY)[0].text
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from midfill import LLM, SamplingParams
+
+with LLM(sys.argv[1], threads=1, kv_memory=4 * 2**20) as llm:
+    for method in ("none", "snapkv:budget=48", "cacheblend", "lazyllm", "flexprefill"):
+        for fields in ({"temperature": 0}, {"seed": 1, "top_p": 0.9, "logprobs": 2}):
+            sampling = SamplingParams(max_tokens=4, ignore_eos=True, **fields)
+            (answer,) = llm.generate("total = 0\\n" * 20, sampling, method=method)[0].answers
+            print(method, len(answer.token_ids))
+"""
+
+
+def test_the_cpu_kernels_need_no_torch(tiny_folder: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(tiny_folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"4"}

@@ -36,7 +36,6 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def failures(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What fails in a copy of the repository with all samples: addition -> traceback."""
-    pytest.importorskip("torch")
     root = tmp_path_factory.mktemp("additions")
     for folder in ("src/midfill", "benchmarks"):
         shutil.copytree(

@@ -22,10 +22,9 @@ def train_plan(
     from rich.console import Console
 
     from midfill.cli.progress import show_progress
-    from midfill.cli.training import open_base, public_name, train_and_finish
-    from midfill.lab.training.run import require_libraries
+    from midfill.cli.training import open_base, public_name, require_training, train_and_finish
 
-    require_libraries()
+    require_training()
     import torch
 
     from benchmarks.training.plan import join_stages, prepare_stages, read_plan

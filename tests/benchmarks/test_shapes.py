@@ -101,7 +101,6 @@ class TestRandomModels:
         assert again.read_bytes() == random_gguf.read_bytes()
 
     def test_drafts_play_no_part_where_answers_only_repeat(self, random_gguf: Path) -> None:
-        pytest.importorskip("torch")
         model = open_compared(str(random_gguf), None, random_weights=True)
         options = msgspec.structs.replace(OPTIONS, servers=("midfill",))
         report = compare_peers(model, options, Programs())

@@ -11,7 +11,6 @@ from doc_blocks import Block, all_blocks
 @pytest.mark.real_model
 @pytest.mark.parametrize("block", all_blocks("python"), ids=str)
 def test_it_runs(block: Block, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     assert not block.not_run
     assert "127.0.0.1" not in block.text, "blocks that ask a server are not run here"
     result = subprocess.run(

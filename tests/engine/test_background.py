@@ -1,8 +1,8 @@
 """Background requests: prompts that are computed while the engine is idle, at no cost to others."""
 
 import msgspec
+import numpy as np
 import pytest
-import torch
 from toy_engine import prompt
 from toy_runner import ToyRunner
 
@@ -126,7 +126,7 @@ class TestARealRequest:
 class FailingRunner(ToyRunner):
     """Raises in its second pass, after the KV was written."""
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> np.ndarray:
         logits = super().forward(batch)
         if len(self.batches) == 2:
             raise RuntimeError("no memory")

@@ -1,7 +1,7 @@
 """How answers end: by tokens and lengths, refused, cancelled, or by a failure of the model."""
 
+import numpy as np
 import pytest
-import torch
 from toy_engine import engine, prompt, sampling, truth
 from toy_runner import VOCAB, ToyRunner
 
@@ -183,13 +183,13 @@ class FailingRunner(ToyRunner):
         self.raises_at: frozenset[int] = frozenset()
         self.spoils: dict[int, int] = {}
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> np.ndarray:
         step = len(self.batches)
         logits = super().forward(batch)
         if step in self.raises_at:
             raise RuntimeError("out of memory")
         if step in self.spoils:
-            logits[self.spoils[step]] = torch.nan
+            logits[self.spoils[step]] = np.nan
         return logits
 
 

@@ -13,8 +13,7 @@ from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import GREEDY, Answers, build_engine, request, serve
+from serving import GREEDY, Answers, build_engine, request, serve, torch_runner
 
 ANSWER = 12
 Truth = Callable[[tuple[int, ...]], list[int]]
@@ -49,7 +48,7 @@ def make_runner(request: pytest.FixtureRequest, folder: Path) -> Callable[[int],
     @cache
     def make(slots: int) -> Runner:
         if request.param == "torch":
-            return TorchRunner(checkpoint, slots=slots)
+            return torch_runner(checkpoint, slots=slots)
         return CpuRunner(checkpoint, slots=slots, threads=1, weights="f32")
 
     return make

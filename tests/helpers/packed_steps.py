@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
@@ -48,19 +47,19 @@ class Stepper:
         arrays = (tokens, positions, write, queries, keys, slots, range(len(tokens)))
         return ForwardBatch(*(np.array(array, np.int32) for array in arrays))
 
-    def step(self, chunks: Iterable[tuple[Sequence, int]]) -> list[torch.Tensor]:
-        """Run one step; returns each chunk's logits [count, vocab] on the CPU."""
+    def step(self, chunks: Iterable[tuple[Sequence, int]]) -> list[np.ndarray]:
+        """Run one step; returns each chunk's logits [count, vocab]."""
         batch = self.pack(chunks)
-        logits = self.runner.forward(batch).cpu().clone()
-        return list(logits.split(np.diff(batch.query_indptr).tolist()))
+        logits = self.runner.logits_ops.to_numpy(self.runner.forward(batch)).copy()
+        return np.split(logits, batch.query_indptr[1:-1])
 
-    def prefill(self, sequence: Sequence, chunk_sizes: Iterable[int] = ()) -> torch.Tensor:
+    def prefill(self, sequence: Sequence, chunk_sizes: Iterable[int] = ()) -> np.ndarray:
         """Compute all that remains of a sequence, in chunks; the last takes what is left."""
         parts = [self.step([(sequence, size)])[0] for size in chunk_sizes]
         parts += self.step([(sequence, sequence.remaining)])
-        return torch.cat(parts)
+        return np.concatenate(parts)
 
-    def decode(self, sequences: list[Sequence], logits: list[torch.Tensor], count: int) -> None:
+    def decode(self, sequences: list[Sequence], logits: list[np.ndarray], count: int) -> None:
         """Append ``count`` greedy tokens to every sequence, one step for all of them a token.
 
         Args:

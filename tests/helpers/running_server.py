@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 from processes import default_interrupt, wait_for
 from slowed_engines import slowed
 
@@ -147,10 +146,7 @@ def start(
         verify: how the client checks the server's certificate.
         step_seconds: minimum time that each step of its engines takes, for tests that act amid
             an answer: the tiny model's own steps take less than a millisecond.
-
-    Without torch the test that asks for a server is skipped.
     """
-    pytest.importorskip("torch")
     command = [python, "-m", "midfill", "serve", str(model), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if python != sys.executable:

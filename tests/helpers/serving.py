@@ -7,8 +7,8 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-import torch
 
+from midfill.arrays import Float32Array
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, TokenLogprobs
 from midfill.engine.scheduling.drafting import AcceptanceRates
@@ -20,6 +20,7 @@ from midfill.engine.scheduling.step_cost import StepCost
 from midfill.engine.step.speculation import Speculation
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.method import Method
+from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 
@@ -181,7 +182,14 @@ def check_idle(engine: Engine) -> None:
     assert stats.slots_free + stats.slots_cached == stats.slots_total
 
 
-def next_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
+def torch_runner(checkpoint: Checkpoint, slots: int) -> Runner:
+    """Return the reference on the CPU; without torch the test that asks for it is skipped."""
+    from midfill.runners.torch.runner import TorchRunner
+
+    return TorchRunner(checkpoint, slots=slots)
+
+
+def next_logits(runner: Runner, tokens: list[int]) -> Float32Array:
     """Return [vocab] float32 logits from a pass over the whole sequence: no engine, no cache."""
     length = len(tokens)
     slots = np.arange(length, dtype=np.int32)
@@ -195,7 +203,7 @@ def next_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
         kv_slots=slots,
         logit_rows=np.array([length - 1], dtype=np.int32),
     )
-    return runner.forward(batch)[0]
+    return runner.logits_ops.to_numpy(runner.forward(batch)[0])
 
 
 def greedy_alone(runner: Runner, prompt: list[int], count: int) -> list[int]:

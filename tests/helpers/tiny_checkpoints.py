@@ -8,10 +8,13 @@ their trivial values. All sizes are multiples of 32, so that every kernel can ru
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 if TYPE_CHECKING:
@@ -136,22 +139,60 @@ def write_tiny(family: str, folder: Path, **overrides: Any) -> Path:
     """Write config.json, model.safetensors and a tokenizer of one family into ``folder``.
 
     The weights are the same on every call. ``overrides`` are fields of config.json. Without torch
-    the test that asks for a checkpoint is skipped.
+    there are only Llamas, of other weights: the test that asks for another family is skipped.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if family == "llama" and find_spec("torch") is None:
+        _write_llama(folder, _SIZES | _FAMILIES[family] | overrides)
+        return folder
     pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder.mkdir(parents=True, exist_ok=True)
     model_type = _MODEL_TYPES.get(family, family)
     config = AutoConfig.for_model(model_type, **(_SIZES | _FAMILIES[family] | overrides))
     model = AutoModelForCausalLM.from_config(config)
     _randomise(model, 0.0 if family == "gemma3" else 1.0)
     model.save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def _write_llama(folder: Path, config: dict[str, Any]) -> None:
+    """Write what transformers would write of a Llama without biases."""
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        pytest.skip("needs torch")
+    hidden, vocab, ffn = (config[f"{n}_size"] for n in ("hidden", "vocab", "intermediate"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    width = config["head_dim"]
+    of_layer = {
+        "self_attn.q_proj": (heads * width, hidden),
+        "self_attn.k_proj": (kv_heads * width, hidden),
+        "self_attn.v_proj": (kv_heads * width, hidden),
+        "self_attn.o_proj": (hidden, heads * width),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    shapes["model.norm"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head"] = (vocab, hidden)
+    normal = np.random.default_rng(0).standard_normal
+    weights = {}
+    for name, shape in shapes.items():
+        noise = normal(shape, np.float32)
+        scaled = noise * 1.5 * shape[-1] ** -0.5 if len(shape) > 1 else 1.0 + noise * 0.3
+        weights[f"{name}.weight"] = scaled.astype(np.float32)
+    save_file(weights, folder / "model.safetensors")
+    fields = {"model_type": "llama", "hidden_act": "silu", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(fields | config))
 
 
 def reference_model(folder: Path, context: int) -> "torch.nn.Module":

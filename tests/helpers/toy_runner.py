@@ -5,18 +5,20 @@ request reads through its slots: a wrong slot, a wrong position or KV that was n
 the answer; batching and chunking do not.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
+from naive_probe import NaiveProbe, softmax
 
+from midfill.arrays import Float64Array, Int32Array
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
+from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.forward.attention import AttentionPlan, KeyLister, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.cells import CellLayout, StoredCells
-from midfill.runners.forward.likeliest import likeliest_tokens
-from midfill.runners.torch.part_attention import TorchProbe, list_mask
+from midfill.runners.forward.logits import likeliest_tokens
 
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
 
@@ -34,6 +36,9 @@ class ToyRunner:
 
     ``batches`` are those of whole passes, ``parts`` those of passes in parts.
     """
+
+    logits_ops = NUMPY_LOGITS
+    build = "toy"
 
     def __init__(
         self,
@@ -54,15 +59,14 @@ class ToyRunner:
             vocab=VOCAB,
             context=context,
         )
-        generator = torch.Generator().manual_seed(7)
-        options = {"generator": generator, "dtype": torch.float64}
-        self._embed = torch.randn(VOCAB, HIDDEN, **options)
-        self._positions = positions * torch.randn(context, HIDDEN, **options)
-        self._weights = torch.randn(layers, 3, HIDDEN, HIDDEN, **options) / HIDDEN**0.5
-        self._head = torch.randn(HIDDEN, VOCAB, **options)
+        normal = np.random.default_rng(8).standard_normal
+        self._embed = normal((VOCAB, HIDDEN))
+        self._positions = positions * normal((context, HIDDEN))
+        self._weights = normal((layers, 3, HIDDEN, HIDDEN)) / HIDDEN**0.5
+        self._head = normal((HIDDEN, VOCAB))
         # NaN until written: reading a slot too early gives NaN logits.
-        self._kv = torch.full((layers, 2, slots, HIDDEN), torch.nan, dtype=torch.float64)
-        self._queries: list[torch.Tensor] = []
+        self._kv = np.full((layers, 2, slots, HIDDEN), np.nan)
+        self._queries: list[Float64Array] = []
         self.batches: list[ForwardBatch] = []
         self.parts: list[Part] = []
 
@@ -89,41 +93,40 @@ class ToyRunner:
     def observed_queries(
         self, batch: ForwardBatch, first: int = 0, end: int | None = None
     ) -> np.ndarray:
-        rows = torch.from_numpy(batch.observed_rows).long()
-        observed = [layer[rows] for layer in self._queries[first:end]]
-        return torch.stack(observed)[:, :, None].float().numpy()
+        observed = [layer[batch.observed_rows] for layer in self._queries[first:end]]
+        return np.stack(observed)[:, :, None].astype(np.float32)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Float64Array:
         self.batches.append(batch)
         hidden = self._run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
 
-    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
-        return likeliest_tokens(logits)
+    def likeliest_tokens(self, logits: Float64Array) -> list[int]:
+        return likeliest_tokens(self.logits_ops, logits)
 
-    def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        tokens, positions = (
-            torch.from_numpy(array).long() for array in (batch.token_ids, batch.positions)
-        )
-        return self._embed[tokens] + self._positions[positions]
+    def join(self, parts: Sequence[Float64Array]) -> Float64Array:
+        return np.concatenate(parts)
+
+    def embed(self, batch: ForwardBatch) -> Float64Array:
+        return self._embed[batch.token_ids] + self._positions[batch.positions]
 
     def run_layers(
-        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
+        self, batch: ForwardBatch, hidden: Float64Array, first: int, end: int
+    ) -> Float64Array:
         assert 0 <= first < end <= self.config.layers
         self.parts.append(Part(batch, first, end))
         return self._run_layers(batch, hidden, first, end)
 
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, batch: ForwardBatch, hidden: Float64Array) -> Float64Array:
         assert len(hidden) == batch.rows
-        return (hidden[torch.from_numpy(batch.logit_rows).long()] @ self._head).float()
+        return (hidden[batch.logit_rows] @ self._head).astype(np.float32)
 
     def _run_layers(
-        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
+        self, batch: ForwardBatch, hidden: Float64Array, first: int, end: int
+    ) -> Float64Array:
         _check(batch)
         assert hidden.shape == (batch.rows, HIDDEN)
-        self._queries = [torch.empty(0, HIDDEN)] * self.config.layers
+        self._queries = [np.empty((0, HIDDEN))] * self.config.layers
         counts = batch.slots_seen()
         outputs = []
         for index in range(batch.requests):
@@ -132,87 +135,87 @@ class ToyRunner:
             outputs.append(
                 self._run_one(
                     hidden[rows],
-                    torch.from_numpy(batch.write_slots[rows]).long(),
-                    torch.from_numpy(seen[: counts[rows][-1]]).long(),
-                    torch.from_numpy(counts[rows]),
+                    batch.write_slots[rows],
+                    seen[: counts[rows][-1]],
+                    counts[rows],
                     (batch.attention[index] if batch.attention else None) or AttentionPlan(),
                     range(first, end),
                 )
             )
-        return torch.cat(outputs)
+        return np.concatenate(outputs)
 
     def _run_one(
         self,
-        hidden: torch.Tensor,
-        write: torch.Tensor,
-        seen: torch.Tensor,
-        counts: torch.Tensor,
+        hidden: Float64Array,
+        write: Int32Array,
+        seen: Int32Array,
+        counts: Int32Array,
         plan: AttentionPlan,
         layers: range,
-    ) -> torch.Tensor:
+    ) -> Float64Array:
         for layer in layers:
             query, key, value = (hidden @ weight for weight in self._weights[layer])
-            self._queries[layer] = torch.cat((self._queries[layer], query))
+            self._queries[layer] = np.concatenate((self._queries[layer], query))
             self._kv[layer, 0, write] = key
             self._kv[layer, 1, write] = value
             mixed, masses = [], []
-            for part in (*plan.parts, KeyPart(seen.numpy(), plan.cells, counts.numpy())):
+            for part in (*plan.parts, KeyPart(seen, plan.cells, counts)):
                 own = plan.lister if part.cells is plan.cells and part.temperature == 1.0 else None
                 scores, values, weights = self._scores(layer, query, part, own)
-                mixed.append((scores.softmax(-1) * weights) @ values)
-                masses.append(part.power * scores.logsumexp(-1))
-            shares = torch.stack(masses).softmax(0)[..., None]
-            hidden = torch.tanh(hidden + (shares * torch.stack(mixed)).sum(0))
+                mixed.append((softmax(scores, -1) * weights) @ values)
+                masses.append(part.power * np.logaddexp.reduce(scores, -1))
+            shares = softmax(np.stack(masses), 0)[..., None]
+            hidden = np.tanh(hidden + (shares * np.stack(mixed)).sum(0))
         return hidden
 
     def _scores(
-        self, layer: int, query: torch.Tensor, part: KeyPart, lister: KeyLister | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, layer: int, query: Float64Array, part: KeyPart, lister: KeyLister | None
+    ) -> tuple[Float64Array, Float64Array, Float64Array]:
         """Scores [rows, keys] of a part's keys, their values, and the factors of their weights."""
-        flat = self._kv.transpose(0, 1).reshape(2, -1, HIDDEN)
-        keys, values = self._kv[layer, :, torch.from_numpy(part.slots).long()]
-        counts = torch.full((len(query),), len(keys))
+        flat = self._kv.swapaxes(0, 1).reshape(2, -1, HIDDEN)
+        keys, values = self._kv[layer][:, part.slots]
+        counts = np.full(len(query), len(keys))
         if part.visible is not None:
-            counts = torch.from_numpy(part.visible)
-        terms = torch.tensor([[1.0], [0.0], [1.0]]).repeat(1, len(keys))
+            counts = part.visible
+        terms = np.repeat([[1.0], [0.0], [1.0]], len(keys), axis=1)
         cells = 0
         if part.cells is not None:
             own = slice(part.cells.indptr[layer], part.cells.indptr[layer + 1])
-            kept = flat[:, torch.from_numpy(part.cells.cells[own]).long()]
-            keys, values = torch.cat((kept[0], keys)), torch.cat((kept[1], values))
-            terms = torch.cat((_terms(part.cells)[:, own], terms), dim=1)
+            kept = flat[:, part.cells.cells[own]]
+            keys, values = np.concatenate((kept[0], keys)), np.concatenate((kept[1], values))
+            terms = np.concatenate((_terms(part.cells)[:, own], terms), axis=1)
             cells = kept.shape[1]
-        future = torch.arange(len(keys)) >= cells + counts[:, None]
+        future = np.arange(len(keys)) >= cells + counts[:, None]
         if lister is not None:
-            probe = TorchProbe(layer, query[:, None], keys[:, None], HIDDEN**-0.5)
-            future |= ~torch.from_numpy(list_mask(lister.plan(probe), *future.shape)[0])
-            lister.record(layer, np.array([future.numel() - int(future.sum())]))
+            probe = NaiveProbe(layer, query[:, None], keys[:, None], HIDDEN**-0.5)
+            future |= ~lister.plan(probe).mask(*future.shape)[0]
+            lister.record(layer, np.array([future.size - int(future.sum())]))
         scores = query @ keys.T / HIDDEN**0.5 / part.temperature * terms[0] + terms[1]
-        return scores.masked_fill(future, -torch.inf), values, terms[2]
+        return np.where(future, -np.inf, scores), values, terms[2]
 
 
-def _terms(ragged: RaggedIndex) -> torch.Tensor:
+def _terms(ragged: RaggedIndex) -> Float64Array:
     """The score factors, score biases and value factors of an index, [3, cells]."""
     terms = ragged.terms or KeyTerms.neutral(len(ragged.cells))
     arrays = (terms.score_factor, terms.score_bias, terms.value_factor)
-    return torch.from_numpy(np.stack(arrays)).double()
+    return np.stack(arrays).astype(np.float64)
 
 
 class ToyCells:
     """The toy runner's KV cell by cell; implements forward.cells.CellStore, without shifts."""
 
-    def __init__(self, kv: torch.Tensor) -> None:
+    def __init__(self, kv: Float64Array) -> None:
         self._kv = kv
 
     def read(self, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = (array.numpy() for array in self.take(cells).arrays)
+        keys, values = self.take(cells).arrays
         return keys.astype(np.float32), values.astype(np.float32)
 
     def read_keys(self, cells: np.ndarray) -> np.ndarray:
         return self.read(cells)[0]
 
     def write(self, cells: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
-        stored = tuple(torch.from_numpy(array).double() for array in (keys, values))
+        stored = tuple(array.astype(np.float64) for array in (keys, values))
         self.put(cells, StoredCells(stored))
 
     def take(self, cells: np.ndarray, shift: np.ndarray | None = None) -> StoredCells:
@@ -229,15 +232,14 @@ class ToyCells:
         return CellLayout("f64", (8 * HIDDEN, 8 * HIDDEN))
 
     def dump(self, cells: np.ndarray) -> tuple[np.ndarray, ...]:
-        return tuple(array.numpy().view(np.uint8) for array in self.take(cells).arrays)
+        return tuple(array.view(np.uint8) for array in self.take(cells).arrays)
 
     def restore(self, cells: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
-        stored = (torch.from_numpy(array.copy()).view(torch.float64) for array in arrays)
+        stored = (array.copy().view(np.float64) for array in arrays)
         self.put(cells, StoredCells(tuple(stored)))
 
-    def _place(self, cells: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers = torch.from_numpy(cells).long()
-        return numbers // self._kv.shape[2], numbers % self._kv.shape[2]
+    def _place(self, cells: np.ndarray) -> tuple[Int32Array, Int32Array]:
+        return np.divmod(cells, self._kv.shape[2])
 
 
 def _check(batch: ForwardBatch) -> None:

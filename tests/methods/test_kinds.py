@@ -27,8 +27,7 @@ from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan, KeyPart, LayerProbe, SpanLists
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import preempting_every, request, serve
+from serving import preempting_every, request, serve, torch_runner
 
 CHUNK, FIRST, HEATED = 8, 4, 3
 """Rows of a chunk attend to it and to the FIRST tokens; of every other token, which stay, the first
@@ -137,7 +136,7 @@ def engine(runner: Runner, budget: int = 64) -> Engine:
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("t") / "llama"))
     if request.param == "torch":
-        yield TorchRunner(checkpoint, slots=300)
+        yield torch_runner(checkpoint, slots=300)
         return
     runner = CpuRunner(checkpoint, slots=300, threads=2, weights="f32", kv_dtype="f32")
     yield runner

@@ -17,8 +17,7 @@ from midfill.methods.registry import resolve_method
 from midfill.methods.shelf import AllowedMethods
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, build_engine, preempting_every, request, same, serve
+from serving import Answer, build_engine, preempting_every, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 SPARSE = "flexprefill:chunk=64,dense=64,least=64,gamma=0.4"
@@ -139,7 +138,7 @@ def test_methods_that_act_on_long_prompts_alone_are_refused_at_the_start_as_well
     tmp_path: Path,
 ) -> None:
     folder = write_tiny("llama", tmp_path / "long", max_position_embeddings=4096)
-    runner = TorchRunner(open_checkpoint(folder), slots=8)
+    runner = torch_runner(open_checkpoint(folder), slots=8)
     both = make_method("flexprefill+lazyllm", runner.config)  # every prompt up to 1,024 is dense
     with pytest.raises(InvalidRequestError, match="can't stand together"):
         build_engine(runner, method=both)

@@ -36,7 +36,7 @@ def main() -> None:
             np.array([0, len(tokens)], np.int32), slots[: len(tokens)],
             np.array([len(rows) - 1], np.int32),
         )  # fmt: skip
-        last = runner.forward(batch)[-1].numpy()
+        last = runner.forward(batch)[-1]
         logits.update(last.tobytes())
         done = len(tokens)
         tokens.append(int(last.argmax()))

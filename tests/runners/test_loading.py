@@ -1,5 +1,8 @@
 """Loading: which runner a checkpoint gets, and how many KV slots fit."""
 
+import importlib.util
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,9 @@ from tiny_checkpoints import write_tiny
 from midfill.config import ModelOptions
 from midfill.errors import CheckpointError, MidfillError, OptionError
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners import loading
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.loading import choose_slots, load_runner
-from midfill.runners.torch.runner import TorchRunner
 from midfill.system.machine import available_memory
 
 SLOT_BYTES = 3 * 2 * 32 * 2 * 4  # layers, KV heads, head_dim, K and V, float32
@@ -18,15 +21,16 @@ KV_MEMORY = 100 * SLOT_BYTES
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind", "described"),
-    [("cpu", CpuRunner, "CPU kernels, 1 thread"), ("torch", TorchRunner, "PyTorch on cpu")],
+    ("backend", "described"),
+    [
+        ("auto", "CPU kernels, 1 thread"),
+        ("cpu", "CPU kernels, 1 thread"),
+        ("torch", "PyTorch on cpu"),
+    ],
 )
-def test_a_backend_is_what_was_asked_for(
-    tiny_folder: Path, backend: str, kind: type, described: str
-) -> None:
+def test_a_backend_is_what_was_asked_for(tiny_folder: Path, backend: str, described: str) -> None:
     options = ModelOptions(backend=backend, device="cpu", threads=1, kv_memory=KV_MEMORY)  # type: ignore[arg-type]
     runner = load_runner(open_checkpoint(tiny_folder), options)
-    assert isinstance(runner, kind)
     assert runner.description == described
     assert (runner.slots, runner.kv_bytes) == (100, KV_MEMORY)
 
@@ -34,9 +38,45 @@ def test_a_backend_is_what_was_asked_for(
 def test_shapes_the_kernels_cant_run_go_to_torch(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("llama", tmp_path, intermediate_size=100))
     options = ModelOptions(kv_memory=KV_MEMORY, device="cpu")
-    assert isinstance(load_runner(checkpoint, options), TorchRunner)
+    assert load_runner(checkpoint, options).description == "PyTorch on cpu"
     with pytest.raises(CheckpointError, match="--backend torch"):
         load_runner(checkpoint, ModelOptions(backend="cpu", kv_memory=KV_MEMORY))
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_torch_is_asked_for_a_gpu_only_where_one_has_a_driver(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, driver: bool
+) -> None:
+    asked = []
+    made = types.ModuleType("torch")
+    made.cuda = types.SimpleNamespace(is_available=lambda: asked.append(1))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", made)
+    monkeypatch.setattr(loading, "has_gpu_driver", lambda: driver)
+    options = ModelOptions(threads=1, kv_memory=KV_MEMORY)
+    assert isinstance(load_runner(open_checkpoint(tiny_folder), options), CpuRunner)
+    assert bool(asked) == driver
+
+
+@pytest.mark.parametrize(
+    ("options", "intermediate", "what"),
+    [
+        (ModelOptions(backend="torch"), 128, "--backend torch"),
+        (ModelOptions(device="cuda:1"), 128, "--device cuda:1"),
+        (ModelOptions(device="cpu"), 100, "this model (ffn = 100 is not a multiple of 32)"),
+    ],
+)
+def test_without_torch_one_line_says_how_to_install_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: ModelOptions,
+    intermediate: int,
+    what: str,
+) -> None:
+    checkpoint = open_checkpoint(write_tiny("llama", tmp_path, intermediate_size=intermediate))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MidfillError) as caught:
+        load_runner(checkpoint, options)
+    assert str(caught.value) == f"{what} needs torch; install it with: pip install 'midfill[torch]'"
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,16 @@
-"""Rotary tables against transformers' own rotary embedding, to the last bit."""
+"""Rotary tables: frequencies against transformers' own, cosines and sines against libm's."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from midfill.models.config import ModelConfig, RopeScaling
 from midfill.models.families import config_from_huggingface
-from midfill.runners.rope import rope_tables
+from midfill.runners.rope import rope_frequencies, rope_tables
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -41,12 +40,14 @@ def reference_config(
     )
 
 
-def reference_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """transformers' cos and sin [length, head_dim / 2], of a sequence of that length."""
+def reference_frequencies(config: LlamaConfig, length: int) -> tuple[np.ndarray, float]:
+    """transformers' radians per position, and its factor, for a sequence of that length."""
+    torch = pytest.importorskip("torch")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     rotary = LlamaRotaryEmbedding(config)
-    cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])
-    half = cos.shape[-1] // 2
-    return cos[0, :, :half].numpy(), sin[0, :, :half].numpy()
+    rotary(torch.zeros(1), torch.arange(length)[None])
+    return rotary.inv_freq.numpy(), rotary.attention_scaling
 
 
 def ours(config: LlamaConfig) -> ModelConfig:
@@ -70,24 +71,41 @@ def ours(config: LlamaConfig) -> ModelConfig:
     ],
     ids=str,
 )
-def test_tables_equal_transformers(
+def test_frequencies_are_those_of_transformers(
     scaling: dict[str, Any] | None, theta: float, head_dim: int
 ) -> None:
     config = reference_config(scaling, theta, head_dim)
-    cos, sin = rope_tables(ours(config), 2048)
-    expected_cos, expected_sin = reference_tables(config, 2048)
-    assert cos.dtype == sin.dtype == np.float32
-    np.testing.assert_array_equal(cos, expected_cos)
-    np.testing.assert_array_equal(sin, expected_sin)
+    frequencies, factor = rope_frequencies(ours(config))
+    expected, expected_factor = reference_frequencies(config, 2048)
+    assert frequencies.dtype == np.float32
+    # torch's powers are one unit in the last place off now and then.
+    np.testing.assert_allclose(frequencies, expected, rtol=3e-7)
+    assert factor == pytest.approx(expected_factor)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 100000.0, 273768.0, 1e6])
+def test_powers_cosines_and_sines_are_rounded_once(theta: float) -> None:
+    config = ours(reference_config(YARN | {"attention_factor": 1.3}, theta))
+    plain = replace(config, rope_scaling=RopeScaling())
+    frequencies, _ = rope_frequencies(plain)
+    exponents = np.arange(0, 64, 2, dtype=np.float32) / np.float32(64)
+    powers = np.array([math.pow(theta, one) for one in exponents]).astype(np.float32)
+    np.testing.assert_array_equal(frequencies, 1 / powers)
+    for tables, factor in ((rope_tables(plain, 3000), 1.0), (rope_tables(config, 3000), 1.3)):
+        turns = rope_frequencies(plain if factor == 1.0 else config)[0]
+        for position in (0, 1, 7, 1023, 1024, 2999):
+            angles = (np.float32(position) * turns).tolist()
+            for table, function in zip(tables, (math.cos, math.sin), strict=True):
+                expected = np.array([function(angle) for angle in angles]).astype(np.float32)
+                np.testing.assert_array_equal(table[position], expected * np.float32(factor))
 
 
 def test_dynamic_scaling_is_that_of_a_sequence_as_long_as_the_context() -> None:
     config = reference_config(DYNAMIC, context=512)
     assert ours(config).context == 2048
-    tables = rope_tables(ours(config), 2048)
-    # transformers has theta in float32 here, so angles differ in their last bits.
-    for actual, expected in zip(tables, reference_tables(config, 2048), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-3)
+    # transformers has theta in float32 here.
+    expected, _ = reference_frequencies(config, 2048)
+    np.testing.assert_allclose(rope_frequencies(ours(config))[0], expected, rtol=1e-6)
 
 
 def test_dynamic_angles_do_not_depend_on_how_much_of_the_table_is_wanted() -> None:

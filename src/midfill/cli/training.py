@@ -8,6 +8,7 @@ import typer
 
 from midfill.cli.options import FimTokensOption, ModelOption
 from midfill.cli.progress import show_progress
+from midfill.system.extras import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,12 +86,11 @@ def fim(
     """Teach a model to infill; the same command continues an interrupted run."""
     from rich.console import Console
 
-    from midfill.lab.training.run import RunInputs, prepare_run, require_libraries
-
-    require_libraries()
+    require_training()
     import torch
 
     from midfill.lab.training.corpus import Corpus
+    from midfill.lab.training.run import RunInputs, prepare_run
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -110,6 +110,15 @@ def fim(
     with console.status("loading the model"):
         run = prepare_run(checkpoint, chosen, inputs)
     train_and_finish(console, run, merge)
+
+
+def require_training() -> None:
+    """Check that the libraries that only training needs are installed.
+
+    Raises:
+        MidfillError: one is missing; the message says how to install it.
+    """
+    require("training", ["torch", "transformers", "accelerate", "peft"], extra="train")
 
 
 def train_and_finish(console: "Console", run: "TrainingRun", merge: Path | None = None) -> None:
@@ -144,6 +153,7 @@ def data(
     any_licence: AnyLicenceOption = False,
 ) -> None:
     """Show what training would read: refused documents, examples, and the pipeline's speed."""
+    require("midfill train data", ["torch"], extra="train")
     from rich.console import Console
 
     from midfill.cli.training_display import print_survey

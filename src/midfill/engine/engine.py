@@ -299,9 +299,9 @@ class Engine:
             _hand_out(scheduled, queries)
             computed = time.perf_counter()
             groups = sibling_groups(scheduled)
-            record_scores(logits, scheduled)
+            record_scores(self._runner.logits_ops, logits, scheduled)
             answers = [one for _, group in groups for one in group]
-            verify(logits, self._runner.likeliest_tokens, answers, self._vocabulary)
+            verify(self._runner, logits, answers, self._vocabulary)
             sampled = time.perf_counter()
         except Exception as error:
             _log.exception("a forward pass over %d sequences failed", len(scheduled))

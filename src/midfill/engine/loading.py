@@ -4,8 +4,6 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.kv_transfer.transfers import IdentitySource, layout_name
@@ -20,7 +18,6 @@ from midfill.engine.scheduling.scheduler import SchedulerPolicy
 from midfill.engine.scheduling.step_cost import StepCost, StepTimeLimit
 from midfill.engine.step.speculation import Speculation
 from midfill.errors import InvalidRequestError, OptionError
-from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
@@ -34,6 +31,7 @@ from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
+from midfill.runners.rope import ROPE_VERSION
 from midfill.system.progress import Progress
 
 _STEP_SECONDS = 0.075
@@ -146,11 +144,10 @@ def kv_identity(checkpoint: Checkpoint, runner: Runner, options: ModelOptions) -
     It changes with all that could change a bit of it: the model with its adapter, how weights are
     stored, and the kernels.
     """
-    if isinstance(runner, CpuRunner):
-        computed_by = f"cpu {compiled_folder().name}"
-    else:
-        computed_by = f"torch {torch.__version__} {runner.description}"
-    fields = (checkpoint.content_digest, options.weights, repr(checkpoint.config), computed_by)
+    fields = (
+        checkpoint.content_digest, options.weights, repr(checkpoint.config), ROPE_VERSION,
+        runner.build,
+    )  # fmt: skip
     return KvIdentity(hashlib.sha256(repr(fields).encode()).hexdigest(), layout_name(runner))
 
 

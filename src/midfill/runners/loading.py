@@ -2,8 +2,6 @@
 
 import math
 
-import torch
-
 from midfill.config import ModelOptions
 from midfill.errors import MidfillError, OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -11,8 +9,8 @@ from midfill.models.config import ModelConfig
 from midfill.runners.cpu.packed_model import unsupported_reason
 from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from midfill.system.machine import available_memory
+from midfill.system.extras import require
+from midfill.system.machine import available_memory, has_gpu_driver
 from midfill.system.progress import Progress
 from midfill.system.reporting import format_size
 
@@ -39,7 +37,7 @@ def load_runner(
     Raises:
         CheckpointError: the checkpoint is broken or has a shape the backend can't run.
         OptionError: options that can't be met.
-        MidfillError: too little memory is free.
+        MidfillError: too little memory is free, or torch is needed and not installed.
     """
     config = checkpoint.config
     if options.context is not None and not 0 < options.context <= config.context:
@@ -49,11 +47,13 @@ def load_runner(
         )
     if options.backend == "cpu" and options.device not in (None, "cpu"):
         raise OptionError(f"--device {options.device} needs --backend torch")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    use_torch = options.backend == "torch" or (
-        options.backend == "auto" and (device != "cpu" or unsupported_reason(config) is not None)
-    )
-    if use_torch:
+    device = options.device or ("cuda" if _finds_gpu(options) else "cpu")
+    reason = unsupported_reason(config)
+    if options.backend == "torch" or (options.backend == "auto" and (device != "cpu" or reason)):
+        wanted = f"this model ({reason})" if reason else f"--device {device}"
+        require(
+            "--backend torch" if options.backend == "torch" else wanted, ["torch"], extra="torch"
+        )
         return _load_torch(checkpoint, options, device)
     kv_format = choose_kv_format(checkpoint, options.weights, options.kv_cache_dtype)
     free = available_memory()
@@ -117,7 +117,22 @@ def choose_slots(
     )
 
 
-def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> TorchRunner:
+def _finds_gpu(options: ModelOptions) -> bool:
+    """Whether torch could run the model on a GPU. It is imported only where there may be one."""
+    if options.backend == "cpu" or not has_gpu_driver():
+        return False
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False
+    return torch.cuda.is_available()
+
+
+def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> Runner:
+    import torch
+
+    from midfill.runners.torch.runner import TorchRunner
+
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if device.startswith("cuda"):
@@ -138,6 +153,8 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> T
 
 
 def _free_on_gpu(device: str) -> int:
+    import torch
+
     try:
         return torch.cuda.mem_get_info(torch.device(device))[0]
     except (RuntimeError, AssertionError, ValueError) as error:

@@ -4,11 +4,13 @@ Limits of Linux's control groups count, versions 1 and 2: a container sees all c
 of its host, whatever it was given.
 """
 
+import ctypes
 import ipaddress
 import math
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -227,3 +229,14 @@ def _statistic(path: Path, key: str) -> int:
         if name == key and value.isdecimal():
             return int(value)
     return 0
+
+
+def has_gpu_driver() -> bool:
+    """Whether a driver of NVIDIA or AMD GPUs is installed: without one, no library finds a GPU."""
+    if Path("/dev/kfd").exists():
+        return True
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        with suppress(OSError):
+            ctypes.CDLL(name)
+            return True
+    return False

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,6 @@ def change(copy: VersionCopy, before: str, after: str) -> None:
 
 
 def test_the_package_itself_answers(tmp_path: Path) -> None:
-    if find_spec("torch") is None:
-        pytest.skip("needs torch")
     model = write_gguf(tmp_path / "tiny.gguf")
     with SpeedWorker(version(Path(midfill.__file__).parents[1]), tmp_path) as worker:
         worker.load(str(model), threads=1)

@@ -18,8 +18,7 @@ from midfill.kv.blob import decode_blob
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import Answers, build_engine, check_idle, request, serve
+from serving import Answers, build_engine, check_idle, request, serve, torch_runner
 
 PROMPT = toy_engine.prompt(90)
 
@@ -76,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_runner(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Runner]:
     checkpoint = open_checkpoint(folder)
     if request.param == "torch":
-        return lambda: TorchRunner(checkpoint, slots=512)
+        return lambda: torch_runner(checkpoint, slots=512)
     kv_dtype = request.param.split()[1]
     return lambda: CpuRunner(checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype)
 

@@ -11,6 +11,7 @@ from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.methods.rows.lazyllm import LazyLLM
+from midfill.runners.forward.logits import log_softmax
 from serving import Answer, FixedCost, build_engine, greedy_alone, next_logits, serve
 
 END, OTHER_END = 0, 1  # they stand for no text
@@ -46,7 +47,7 @@ def asking(
 
 
 def probabilities(tokens: list[int], bias: dict[int, float]) -> np.ndarray:
-    logits = next_logits(ToyRunner(256), tokens).double().numpy()
+    logits = next_logits(ToyRunner(256), tokens).astype(np.float64)
     for token, value in bias.items():
         logits[token] += value
     powers = np.exp(logits - logits.max())
@@ -288,7 +289,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
         history = list(tokens)
         assert len(answer.logprobs) == len(answer.tokens)
         for token, reported in zip(answer.tokens, answer.logprobs, strict=True):
-            row = next_logits(ToyRunner(256), history).log_softmax(-1)
+            row = log_softmax(next_logits(ToyRunner(256), history))
             assert reported.logprob == pytest.approx(row[token].item(), abs=1e-5)
             history.append(token)
 

@@ -10,22 +10,25 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
-from midfill.arrays import Float64Array
+from midfill.arrays import Float32Array, Float64Array
 from midfill.engine.request import EngineSamplingParams
+from midfill.engine.sampling import sampler
 from midfill.engine.sampling.sampler import (
-    MAX_ROWS_AT_ONCE,
     RandomStream,
     SampledToken,
     SampleRow,
-    sample,
 )
+from midfill.runners.cpu.logits import NUMPY_LOGITS
+from midfill.runners.forward.logits import log_softmax
 
 STRATA = 1000
+
+
+def sample(logits: Float32Array, rows: list[SampleRow]) -> list[SampledToken | None]:
+    return sampler.sample(NUMPY_LOGITS, logits, rows)
 
 
 def row(
@@ -45,7 +48,7 @@ def tokens(sampled: list[SampledToken | None]) -> list[int]:
 
 
 def frequencies(
-    logits: torch.Tensor,
+    logits: Float32Array,
     params: EngineSamplingParams,
     prompt: tuple[int, ...] = (),
     output: tuple[int, ...] = (),
@@ -90,16 +93,17 @@ def reference(logits: Float64Array, params: EngineSamplingParams) -> Float64Arra
     return softmax(scores)
 
 
-def assert_distribution(logits: torch.Tensor, params: EngineSamplingParams) -> None:
+def assert_distribution(logits: Float32Array, params: EngineSamplingParams) -> None:
     counts = frequencies(logits, params)
-    expected = reference(logits[0].double().numpy().copy(), params) * STRATA
+    expected = reference(logits[0].astype(np.float64), params) * STRATA
     for token in range(logits.shape[1]):
         assert abs(counts[token] - expected[token]) <= 1.01, (token, params)
     assert all(expected[token] > 0 for token in counts), "a token that was filtered out was chosen"
 
 
-def random_logits(vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
-    return torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+def random_logits(vocab: int, seed: int, spread: float = 3.0) -> Float32Array:
+    normal = np.random.default_rng(seed).standard_normal((1, vocab), np.float32)
+    return normal * np.float32(spread)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def test_flat_and_sharp_distributions_over_a_large_vocabulary(
     params = EngineSamplingParams(**fields)
     logits = random_logits(6000, 2, spread)
     counts = frequencies(logits, params)
-    expected = reference(logits[0].double().numpy().copy(), params) * STRATA
+    expected = reference(logits[0].astype(np.float64), params) * STRATA
     drawn = np.array([counts[token] for token in range(6000)])
     assert np.abs(drawn.cumsum() - expected.cumsum()).max() <= 1.01
     assert (expected[drawn > 0] > 0).all()
@@ -178,7 +182,7 @@ def test_a_real_vocabulary(spread: float, fields: dict[str, float]) -> None:
     params = EngineSamplingParams(**fields)
     logits = random_logits(49_157, 3, spread)
     draws = (np.arange(40) + 0.5) / 40
-    cumulative = reference(logits[0].double().numpy().copy(), params).cumsum()
+    cumulative = reference(logits[0].astype(np.float64), params).cumsum()
     chosen = tokens(sample(logits, [row(params, draw) for draw in draws]))
     # A cumulative sum of float32 probabilities is good to about this much.
     assert (cumulative[chosen] >= draws - 1e-5).all()
@@ -211,7 +215,7 @@ def test_a_token_is_alone_from_exactly_its_own_probability_on(
 ) -> None:
     others = [0.05, 0.05, 0.05, 0.05, 0.0][: (top_k or 6) - 1]
     weights = np.array([*others, 0.8, *[0.05, 0.05, 0.05, 0.05, 0.0][len(others) :]])
-    logits = torch.tensor(np.log(np.maximum(weights, 1e-30)) * temperature).float()[None]
+    logits = (np.log(np.maximum(weights, 1e-30)) * temperature).astype(np.float32)[None]
     own = 0.8 / (0.8 + 0.05 * min((top_k or 5) - 1, 4))
     for top_p, alone in ((own - 1e-4, True), (own + 1e-4, False)):
         params = EngineSamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -220,7 +224,7 @@ def test_a_token_is_alone_from_exactly_its_own_probability_on(
 
 
 def test_the_largest_draw_selects_a_kept_token() -> None:
-    logits = torch.tensor([[0.0, -1.0, -2.0, -200.0, -torch.inf]])
+    logits = np.array([[0.0, -1.0, -2.0, -200.0, -np.inf]], np.float32)
     last = math.nextafter(1.0, 0.0)
     for extra in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.1}, {"typical_p": 0.99}):
         (chosen,) = tokens(sample(logits, [row(EngineSamplingParams(**extra), last)]))
@@ -232,28 +236,15 @@ def test_the_largest_draw_selects_a_kept_token() -> None:
 
 def test_the_smallest_draw_skips_tokens_that_were_filtered_out() -> None:
     # The likeliest token is less surprising than typical here, so typical-p drops it.
-    logits = torch.tensor([[1.2, *([0.0] * 30), -torch.inf]])
+    logits = np.array([[1.2, *([0.0] * 30), -np.inf]], np.float32)
     counts = frequencies(logits, EngineSamplingParams(typical_p=0.5))
     assert counts.keys() <= set(range(1, 31))
     (chosen,) = tokens(sample(logits, [row(EngineSamplingParams(typical_p=0.5), 0.0)]))
     assert chosen != 0
 
 
-def test_the_number_of_torch_threads_is_restored() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        sample(random_logits(50, 1), [row(EngineSamplingParams(), 0.5)])
-        assert torch.get_num_threads() == 2
-        with pytest.raises(IndexError):
-            sample(random_logits(50, 1), [row(EngineSamplingParams(), 0.5, index=7)])
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 class TestPenalties:
-    LOGITS = torch.tensor([[2.0, 1.9, -1.0, 0.5, 1.8]])
+    LOGITS = np.array([[2.0, 1.9, -1.0, 0.5, 1.8]], np.float32)
     HOT = EngineSamplingParams(temperature=1.0)
 
     def chosen(self, prompt: tuple[int, ...], output: tuple[int, ...], **fields: object) -> int:
@@ -296,14 +287,16 @@ class TestPenalties:
         assert self.chosen((), (), logit_bias={2: 50.0}) == 2
 
     def test_the_logits_given_are_not_changed(self) -> None:
-        before = self.LOGITS.clone()
+        before = self.LOGITS.copy()
         self.chosen((1,), (0,), repetition_penalty=2.0, presence_penalty=1.0, logit_bias={1: 3.0})
-        assert torch.equal(self.LOGITS, before)
+        assert np.array_equal(self.LOGITS, before)
 
 
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     rng = np.random.default_rng(5)
-    logits = torch.cat([random_logits(3000, seed, spread=0.5 + seed % 4) for seed in range(12)])
+    logits = np.concatenate(
+        [random_logits(3000, seed, spread=0.5 + seed % 4) for seed in range(12)]
+    )
     kinds = [
         {},
         {"temperature": 0.0},
@@ -332,33 +325,18 @@ def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     assert mixed == [alone[number] for number in shuffled]
     # Also when the row is the only one the model returned.
     single = [
-        tokens(sample(logits[one.row : one.row + 1].clone(), [one._replace(row=0)]))[0]
+        tokens(sample(logits[one.row : one.row + 1].copy(), [one._replace(row=0)]))[0]
         for one in rows
     ]
     assert single == alone
 
 
-def test_few_rows_have_copies_of_their_logits_at_a_time() -> None:
-    logits = random_logits(3000, 1).repeat(100, 1)
-
-    class Largest(TorchFunctionMode):
-        elements = 0
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                self.elements = max(self.elements, result.numel())
-            return result
-
-    for fields in ({}, {"top_k": 40}, {"top_p": 0.9}, {"logprobs": 2}):
-        with Largest() as largest:
-            sample(logits, [row(EngineSamplingParams(**fields), 0.5, at) for at in range(100)])
-        assert largest.elements == MAX_ROWS_AT_ONCE * 3000
-
-
 def test_rounding_errors_in_the_logits_do_not_swap_tokens() -> None:
     # Batching changes logits in the last digits, and so which of two near-equal tokens leads.
-    one, other = torch.tensor([[1.0, 1.0 + 1e-6, 0.5]]), torch.tensor([[1.0 + 1e-6, 1.0, 0.5]])
+    one, other = (
+        np.array([[1.0, 1.0 + 1e-6, 0.5]], np.float32),
+        np.array([[1.0 + 1e-6, 1.0, 0.5]], np.float32),
+    )
     draws = (np.arange(97) + 0.5) / 97
     for fields in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9}):
         rows = [row(EngineSamplingParams(**fields), draw) for draw in draws]
@@ -380,7 +358,7 @@ class TestLogitsThatAreNotFinite:
     def test_a_row_without_a_finite_value_gives_none_and_leaves_others_unchanged(
         self, value: float
     ) -> None:
-        logits = torch.cat([torch.full((1, 30), value), random_logits(30, 6)])
+        logits = np.concatenate([np.full((1, 30), value, np.float32), random_logits(30, 6)])
         for params in self.PARAMS:
             bad, good = sample(logits, [row(params, 0.4, 0), row(params, 0.4, 1)])
             assert bad is None
@@ -388,7 +366,7 @@ class TestLogitsThatAreNotFinite:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_values_that_are_not_finite_are_impossible_tokens(self, value: float) -> None:
-        logits = torch.tensor([[value, 1.0, 1.5, value]])
+        logits = np.array([[value, 1.0, 1.5, value]], np.float32)
         for params in self.PARAMS:
             chosen = tokens(sample(logits, [row(params, u) for u in (0.0, 0.5, 0.99)]))
             assert set(chosen) <= {1, 2}
@@ -403,11 +381,11 @@ class TestLogprobs:
         (sampled,) = sample(logits, [row(params, 0.6, 0, (1,), (2,))])
         assert sampled is not None
         assert sampled.logprobs is not None
-        truth = logits[0].double().log_softmax(-1)
+        truth = log_softmax(logits[0].astype(np.float64))
         assert sampled.logprobs.logprob == pytest.approx(truth[sampled.token_id].item(), abs=1e-5)
-        values, ids = truth.topk(3)
+        ids = (-truth).argsort()[:3]
         assert [token for token, _ in sampled.logprobs.top] == ids.tolist()
-        assert [value for _, value in sampled.logprobs.top] == pytest.approx(values.tolist())
+        assert [value for _, value in sampled.logprobs.top] == pytest.approx(truth[ids].tolist())
 
     def test_zero_reports_the_chosen_token_alone(self) -> None:
         (sampled,) = sample(random_logits(50, 8), [row(EngineSamplingParams(logprobs=0), 0.5)])
@@ -424,18 +402,18 @@ class TestLogprobs:
         assert [len(one.top) for one in reported if one is not None] == [0, 2, 50]
 
     def test_the_likeliest_of_a_real_vocabulary_are_found(self) -> None:
-        logits = torch.cat([random_logits(49_157, seed) for seed in range(4)])
+        logits = np.concatenate([random_logits(49_157, seed) for seed in range(4)])
         wanted = [1, 2, 20, 900]
         rows = [row(EngineSamplingParams(logprobs=count), 0.5, n) for n, count in enumerate(wanted)]
         for batch in ([one] for one in rows):
             (sampled,) = sample(logits, batch)
             assert sampled is not None
             assert sampled.logprobs is not None
-            truth = logits[batch[0].row].topk(batch[0].params.logprobs or 0).indices
+            truth = (-logits[batch[0].row]).argsort()[: batch[0].params.logprobs]
             assert [token for token, _ in sampled.logprobs.top] == truth.tolist()
 
     def test_impossible_tokens_are_left_out(self) -> None:
-        logits = torch.tensor([[0.0, -torch.inf, 1.0, torch.nan]])
+        logits = np.array([[0.0, -np.inf, 1.0, np.nan]], np.float32)
         (sampled,) = sample(logits, [row(EngineSamplingParams(temperature=0.0, logprobs=4))])
         assert sampled is not None
         assert sampled.logprobs is not None
@@ -464,7 +442,7 @@ class TestAllowedTokens:
         draws = (np.arange(STRATA) + 0.5) / STRATA
         rows = [row(params, draw)._replace(allowed=self.IDS) for draw in draws]
         counts = Counter(tokens(sample(logits, rows)))
-        expected = reference(logits[0, self.IDS].double().numpy(), params) * STRATA
+        expected = reference(logits[0, self.IDS].astype(np.float64), params) * STRATA
         assert [counts[token] for token in self.IDS] == pytest.approx(expected.tolist(), abs=1.01)
         assert counts.total() == sum(counts[token] for token in self.IDS)
 
@@ -485,12 +463,12 @@ class TestAllowedTokens:
         assert sampled.token_id in self.IDS.tolist()
         assert sampled.logprobs is not None
         assert free.logprobs is not None
-        truth = logits[0].log_softmax(-1)[sampled.token_id].item()
+        truth = log_softmax(logits[0])[sampled.token_id]
         assert sampled.logprobs.logprob == pytest.approx(truth, abs=1e-5)
         assert sampled.logprobs.top == free.logprobs.top
 
     def test_rows_with_and_without_do_not_affect_each_other(self) -> None:
-        logits = torch.cat([random_logits(3000, seed) for seed in range(4)])
+        logits = np.concatenate([random_logits(3000, seed) for seed in range(4)])
         kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}]
         rows = [
             row(EngineSamplingParams(**kinds[n % 4]), (n + 0.5) / 48, n // 4 % 4)._replace(
@@ -503,7 +481,7 @@ class TestAllowedTokens:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_values_that_are_not_finite_are_impossible_tokens(self, value: float) -> None:
-        logits = torch.tensor([[value, 1.0, 1.5, value, 0.0]])
+        logits = np.array([[value, 1.0, 1.5, value, 0.0]], np.float32)
         params = EngineSamplingParams(temperature=0.0, logprobs=1)
         for ids in ([1, 4], [0, 1, 4]):
             allowed = np.array(ids, dtype=np.int32)
@@ -514,19 +492,6 @@ class TestAllowedTokens:
             assert math.isfinite(sampled.logprobs.logprob)
         hopeless = row(params)._replace(allowed=np.array([0, 3], dtype=np.int32))
         assert sample(logits, [hopeless]) == [None]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_agrees_with_the_cpu() -> None:
-    logits = torch.cat([random_logits(3000, seed) for seed in range(6)])
-    kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.95}, {"logit_bias": {3: 9.0}}]
-    rows = [
-        row(EngineSamplingParams(logprobs=2, **kinds[n % 5]), (n + 0.5) / 30, n % 6, (1,), (2,))
-        for n in range(30)
-    ]
-    allowed = np.arange(0, 3000, 7, dtype=np.int32)
-    rows += [one._replace(allowed=allowed) for one in rows[::3]]
-    assert tokens(sample(logits.cuda(), rows)) == tokens(sample(logits, rows))
 
 
 def drawn(stream: RandomStream) -> list[float]:

@@ -14,8 +14,7 @@ from midfill.engine.engine import Engine
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import build_engine, greedy_alone, request, serve
+from serving import build_engine, greedy_alone, request, serve, torch_runner
 
 LAYERS = 5
 
@@ -175,7 +174,7 @@ def test_scores_of_the_prompt_come_with_the_last_layer() -> None:
 def make_runner(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[int], Runner]:
     checkpoint = open_checkpoint(tiny_folder)
     if request.param == "torch":
-        return lambda slots: TorchRunner(checkpoint, slots=slots)
+        return lambda slots: torch_runner(checkpoint, slots=slots)
     return lambda slots: CpuRunner(checkpoint, slots=slots, threads=1)
 
 

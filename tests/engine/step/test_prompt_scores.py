@@ -2,14 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
-import torch
 from toy_engine import engine, prompt, sampling, truth
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineOutput, EngineRequest, TokenLogprobs
 from midfill.errors import InvalidRequestError
+from midfill.runners.forward.logits import log_softmax
 from serving import FixedCost, build_engine, next_logits, request, serve
 
 TOKENS = prompt(70, 3)
@@ -21,12 +22,12 @@ def reference(tokens: list[int]) -> list[TokenLogprobs]:
     runner = ToyRunner(256)
     scores = []
     for place in range(1, len(tokens)):
-        logprobs = next_logits(runner, tokens[:place]).log_softmax(-1)
-        top = logprobs.topk(3)
+        logprobs = log_softmax(next_logits(runner, tokens[:place]))
+        top = (-logprobs).argsort(kind="stable")[:3]
         scores.append(
             TokenLogprobs(
                 float(logprobs[tokens[place]]),
-                list(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+                [(int(token_id), float(logprobs[token_id])) for token_id in top],
             )
         )
     return scores
@@ -149,7 +150,7 @@ def test_impossible_tokens_have_the_probability_zero() -> None:
     class Barred(ToyRunner):
         def forward(self, batch):  # type: ignore[no-untyped-def]
             logits = super().forward(batch)
-            logits[:, TOKENS[5]] = -torch.inf
+            logits[:, TOKENS[5]] = -np.inf
             return logits
 
     outputs = outputs_of(

@@ -17,7 +17,7 @@ from midfill.methods.sparse_prefill.minference import (
 )
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.forward.attention import SpanLists
-from midfill.runners.torch.part_attention import TorchProbe, list_mask
+from midfill.runners.torch.part_attention import TorchProbe
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_what_the_search_knows_of_a_layer_is_what_a_probe_shows() -> None:
     np.testing.assert_array_equal(pattern_mask(known, patterns), mask)
     mass, cost = known.evaluate(mask)
     weights = probe.scores(rows).softmax(dim=-1).numpy()
-    listed = list_mask(SpanLists.from_mask(mask), rows, first + rows)
+    listed = SpanLists.from_mask(mask).mask(rows, first + rows)
     np.testing.assert_allclose(mass, (weights * listed).sum(axis=(1, 2)) / rows, rtol=1e-4)
     assert (cost > 0).all()
     everything = known.evaluate(np.ones_like(mask))[0]

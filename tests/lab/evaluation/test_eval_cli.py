@@ -243,7 +243,6 @@ def test_bad_input_is_reported_in_one_line(
 
 
 def test_a_model_that_is_none_is_reported_in_one_line(midfill: Command) -> None:
-    pytest.importorskip("torch")
     status, _, said = midfill("infilling", "--files", HERE, "--model", "./none.gguf")
     assert status == 1
     assert said.count("\n") == 1

@@ -1,6 +1,5 @@
 """Preparing a run: sentinels, end token, protected and held-out texts."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from midfill.lab.training.run import (
     choose_end_token,
     choose_fim_format,
     open_stream,
-    require_libraries,
 )
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -118,13 +116,3 @@ def test_documents_of_any_licence_are_accepted_on_request(
     stream = open_stream(tiny, choose_fim_format(tiny, None), recipe, inputs)
     assert next(stream.rows()).characters
     assert stream.licences == {"unknown": 1}
-
-
-def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_libraries()
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "peft" else find(name)
-    )
-    with pytest.raises(MidfillError, match=r"training needs peft; install it with: pip install"):
-        require_libraries()

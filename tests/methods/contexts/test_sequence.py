@@ -19,8 +19,7 @@ from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, build_engine, request, serve
+from serving import Answer, build_engine, request, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 SEPARATOR = 3
@@ -81,7 +80,7 @@ def by_hand(runner: Runner, files: list[list[int]], method: Ape, count: int) -> 
             write_slots=rows, query_indptr=ends[0], kv_indptr=ends[1], kv_slots=slots,
             logit_rows=np.array([len(rows) - 1], np.int32), attention=attention,
         )  # fmt: skip
-        return runner.forward(batch)[0].numpy().copy()
+        return runner.forward(batch)[0].copy()
 
     run(range(1), [], 0)
     for start, end in pairwise(bounds):
@@ -102,7 +101,7 @@ def by_hand(runner: Runner, files: list[list[int]], method: Ape, count: int) -> 
 def test_answers_are_those_computed_by_hand(
     checkpoint: Checkpoint, runner: CpuRunner, backend: str, count: int
 ) -> None:
-    one: Runner = runner if backend == "cpu" else TorchRunner(checkpoint, slots=400)
+    one: Runner = runner if backend == "cpu" else torch_runner(checkpoint, slots=400)
     expected = by_hand(one, FILES[:count], APE, 8)
     assert ask(ape(one), FILES[:count]).tokens == expected
 

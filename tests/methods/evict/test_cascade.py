@@ -24,8 +24,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, build_engine, request, same, serve
+from serving import Answer, build_engine, request, same, serve, torch_runner
 
 LAYERS, BUDGET, WINDOW, LENGTH = 3, 24, 4, 100
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -292,7 +291,7 @@ def test_scores_of_the_prompt_are_those_of_the_whole_kv(runner: CpuRunner) -> No
 def test_other_models_and_runners(tmp_path: Path, variant: str, backend: str) -> None:
     checkpoint = open_checkpoint(write_variant(variant, tmp_path))
     make: Callable[[], Runner] = (
-        (lambda: TorchRunner(checkpoint, slots=400))
+        (lambda: torch_runner(checkpoint, slots=400))
         if backend == "torch"
         else (lambda: CpuRunner(checkpoint, slots=400, threads=1, kv_dtype="i8"))
     )

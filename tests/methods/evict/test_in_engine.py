@@ -13,8 +13,7 @@ from midfill.methods.registry import methods_of
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.torch.runner import TorchRunner
-from serving import Answers, build_engine, request, same, serve
+from serving import Answers, build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 each_method = pytest.mark.parametrize("name", methods_of("evict"))
@@ -97,7 +96,7 @@ def vars_of(params: EngineSamplingParams) -> dict[str, object]:
 @each_method
 def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str) -> None:
     tokens = prompt(100)
-    one = build_engine(TorchRunner(llama, slots=400), method=small_method(name, llama.config))
+    one = build_engine(torch_runner(llama, slots=400), method=small_method(name, llama.config))
     found: Answers = serve(one, [request("r", tokens, PARAMS)])
     expected = alone(name, tokens)
     assert found["r", 0].tokens == expected.tokens

@@ -17,8 +17,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
-from serving import build_engine, request, serve
+from serving import build_engine, request, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 PROMPT = random.Random(0).choices(range(1, VOCAB), k=120)
@@ -50,7 +49,7 @@ def runner(
 ) -> Iterator[Runner]:
     checkpoint = open_checkpoint(write_variant("gemma3", tmp_path_factory.mktemp("tiny")))
     if request.param == "torch":
-        yield TorchRunner(checkpoint, slots=500)
+        yield torch_runner(checkpoint, slots=500)
         return
     runner = CpuRunner(checkpoint, slots=500, threads=1, weights="f32", kv_dtype="f32")
     yield runner

@@ -25,8 +25,8 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
 from midfill.runners.rope import layer_frequencies, shift_keys
-from midfill.runners.torch.runner import TorchRunner
 from serving import (
     Answer,
     FixedCost,
@@ -36,6 +36,7 @@ from serving import (
     request,
     same,
     serve,
+    torch_runner,
 )
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -87,7 +88,7 @@ def asked(name: str, tokens: list[int], method: str = "blend", **fields: object)
     return request(name, tokens, PARAMS, method=method, **fields)
 
 
-def engine_of(runner: CpuRunner | TorchRunner, method: object = BLEND, **options: object) -> Engine:
+def engine_of(runner: Runner, method: object = BLEND, **options: object) -> Engine:
     return build_engine(runner, methods={"blend": method, "none": None}, **options)
 
 
@@ -122,7 +123,7 @@ class NaiveBlend:
         )
         hidden = self.runner.embed(batch) if hidden is None else hidden
         hidden = self.runner.run_layers(batch, hidden, first, end)
-        return self.runner.compute_logits(batch, hidden).clone() if end == 3 else hidden
+        return self.runner.compute_logits(batch, hidden).copy() if end == 3 else hidden
 
     def cells(self, slots: np.ndarray, layer: int) -> np.ndarray:
         heads = self.runner.config.kv_heads
@@ -499,7 +500,7 @@ def test_windows_and_stretched_positions_on_both_runners(
     cpu = CpuRunner(checkpoint, slots=900, threads=1, weights="f32", kv_dtype="f32")
     assert same(ask(after(engine_of(cpu, ALL), FIRST), JUMP), exact(cpu, JUMP))
     first = ask(after(engine_of(cpu), FIRST), JUMP)
-    other = ask(after(engine_of(TorchRunner(checkpoint, slots=900)), FIRST), JUMP)
+    other = ask(after(engine_of(torch_runner(checkpoint, slots=900)), FIRST), JUMP)
     for score, reference in zip(other.logprobs[:1], first.logprobs[:1], strict=True):
         assert score.logprob == pytest.approx(reference.logprob, abs=1e-3)
     cpu.close()

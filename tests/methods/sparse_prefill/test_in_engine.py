@@ -15,8 +15,7 @@ from midfill.methods.sparse_prefill.method import PrefillMethod
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, build_engine, request, same, serve
+from serving import Answer, build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 THREE = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=3)
@@ -162,7 +161,7 @@ def test_scored_prompts_and_later_questions(runner: CpuRunner, name: str) -> Non
 @each_method
 def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str) -> None:
     tokens = prompt(330)
-    one = build_engine(TorchRunner(llama, slots=400), method=small_method(name, llama.config))
+    one = build_engine(torch_runner(llama, slots=400), method=small_method(name, llama.config))
     found = serve(one, [request("r", tokens, PARAMS)])["r", 0]
     expected = alone(name, tokens)
     assert found.tokens == expected.tokens

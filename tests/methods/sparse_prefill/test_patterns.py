@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
+from naive_probe import NaiveProbe
 
 from midfill.errors import InvalidRequestError
 from midfill.methods.sparse_prefill.flexprefill import (
@@ -25,7 +25,6 @@ from midfill.methods.sparse_prefill.minference import (
 )
 from midfill.methods.sparse_prefill.patterns import block_lists, cross_mask, largest
 from midfill.runners.forward.attention import QUERY_BLOCK, SpanLists, query_blocks
-from midfill.runners.torch.part_attention import TorchProbe, list_mask
 
 RNG = np.random.default_rng
 
@@ -39,11 +38,11 @@ class Setting:
     def keys(self) -> int:
         return self.first + self.rows
 
-    def probe(self, seed: int = 0, heads: int = 4, kv_heads: int = 2) -> TorchProbe:
+    def probe(self, seed: int = 0, heads: int = 4, kv_heads: int = 2) -> NaiveProbe:
         rng = RNG(seed)
         queries = rng.normal(size=(self.rows, heads, 16)).astype(np.float32)
         keys = rng.normal(size=(self.keys, kv_heads, 16)).astype(np.float32)
-        return TorchProbe(0, torch.from_numpy(queries), torch.from_numpy(keys), 0.25)
+        return NaiveProbe(0, queries, keys, 0.25)
 
 
 SETTINGS = [Setting(0, 1), Setting(0, 64), Setting(0, 130), Setting(64, 65), Setting(320, 100)]
@@ -66,7 +65,7 @@ def test_columns_and_diagonals_are_those_of_a_loop_over_rows(at: Setting) -> Non
                 )
     # A column is listed in the whole block if its key comes before the block's end.
     np.testing.assert_array_equal(mask, expected)
-    listed = list_mask(SpanLists.from_mask(mask), at.rows, at.keys)
+    listed = SpanLists.from_mask(mask).mask(at.rows, at.keys)
     for row in range(at.rows):
         seen = at.first + row + 1
         ideal = columns[:, :seen] | diagonals[:, :seen][:, ::-1]
@@ -101,7 +100,7 @@ def test_largest_takes_the_first_of_equal_scores() -> None:
 def test_patterns_of_full_size_list_everything(at: Setting, number: int) -> None:
     pattern = Pattern(CANDIDATES[number].shape, 1.0, 1.0)
     mask = pattern_mask(at.probe(), (pattern,) * 4)
-    listed = list_mask(SpanLists.from_mask(mask), at.rows, at.keys)
+    listed = SpanLists.from_mask(mask).mask(at.rows, at.keys)
     assert listed.sum() == 4 * np.tri(at.rows, at.keys, at.first).sum()
 
 
@@ -110,7 +109,7 @@ def test_patterns_of_full_size_list_everything(at: Setting, number: int) -> None
 def test_every_row_attends_to_itself(at: Setting, shape: Shape) -> None:
     patterns = HeadPatterns("", ChunkRule(64, 0), ((Pattern(shape, 0.0, 0.0),) * 4,))
     for lists in (patterns.plan(at.probe()), FlexPrefill(least=1, gamma=0).plan(at.probe())):
-        listed = list_mask(lists, at.rows, at.keys)
+        listed = lists.mask(at.rows, at.keys)
         assert listed[:, np.arange(at.rows), at.first + np.arange(at.rows)].all()
 
 
@@ -122,11 +121,11 @@ def test_numbers_that_are_none_leave_every_row_its_own_key(shape: Shape) -> None
     patterns = HeadPatterns("", ChunkRule(64, 0), ((Pattern(shape, 0.2, 0.2),) * 4,))
     for method in (patterns, FlexPrefill(least=64), FlexPrefill(least=64, tau=1)):
         with np.errstate(invalid="ignore"):
-            listed = list_mask(method.plan(probe), at.rows, at.keys)
+            listed = method.plan(probe).mask(at.rows, at.keys)
         assert listed[:, np.arange(at.rows), at.first + np.arange(at.rows)].all()
 
 
-def planted(at: Setting, column: int | None, distance: int | None) -> TorchProbe:
+def planted(at: Setting, column: int | None, distance: int | None) -> NaiveProbe:
     """Queries whose attention goes to one key, or to the key so far before each."""
     rng = RNG(3)
     codes = rng.normal(size=(at.keys, 64)).astype(np.float32)
@@ -135,9 +134,7 @@ def planted(at: Setting, column: int | None, distance: int | None) -> TorchProbe
     target = codes[
         [column] * at.rows if column is not None else np.maximum(rows - (distance or 0), 0)
     ]
-    return TorchProbe(
-        0, torch.from_numpy(target[:, None] * 40), torch.from_numpy(codes[:, None].copy()), 1.0
-    )
+    return NaiveProbe(0, target[:, None] * 40, codes[:, None], 1.0)
 
 
 def test_a_planted_column_and_a_planted_diagonal_are_found() -> None:
@@ -149,9 +146,8 @@ def test_a_planted_column_and_a_planted_diagonal_are_found() -> None:
         assert mask[:, 0, column].all()
     columns, diagonals = planted(at, None, 137).masses(64)
     assert diagonals[0].argmax() == 137
-    listed = list_mask(
-        SpanLists.from_mask(pattern_mask(planted(at, None, 137), pattern)), at.rows, at.keys
-    )
+    lists = SpanLists.from_mask(pattern_mask(planted(at, None, 137), pattern))
+    listed = lists.mask(at.rows, at.keys)
     assert all(listed[0, row, at.first + row - 137] for row in range(at.rows))
     assert listed[0].mean() < 0.5
     assert columns.shape == diagonals.shape
@@ -206,7 +202,7 @@ def test_flexprefill_covers_more_with_gamma_and_all_with_1() -> None:
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
     lists = FlexPrefill(gamma=1.0).plan(at.probe(5))
-    listed = list_mask(lists, at.rows, at.keys)
+    listed = lists.mask(at.rows, at.keys)
     assert listed.sum() == 4 * np.tri(at.rows, at.keys, at.first).sum()
 
 

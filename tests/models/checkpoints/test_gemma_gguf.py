@@ -5,14 +5,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 from packed_steps import Sequence, Stepper
 from safetensors.numpy import load_file
 from tiny_checkpoints import write_variant
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.torch.runner import TorchRunner
+from serving import torch_runner
 
 MODULES = {
     "input_layernorm": "attn_norm",
@@ -69,8 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_variant("gemma3", tmp_path_factory.mktemp("gemma") / "folder")
 
 
-def logits(checkpoint: Checkpoint) -> torch.Tensor:
-    stepper = Stepper(TorchRunner(checkpoint, slots=64))
+def logits(checkpoint: Checkpoint) -> np.ndarray:
+    stepper = Stepper(torch_runner(checkpoint, slots=64))
     return stepper.runner.forward(stepper.pack([(Sequence(list(range(10, 60))), 50)]))
 
 
@@ -82,7 +81,7 @@ def test_it_is_the_model_of_the_folder(folder: Path, tmp_path: Path) -> None:
     for name in theirs.names():
         expected = theirs.tensor(name).to_float32()
         np.testing.assert_array_equal(ours.tensor(name).to_float32(), expected)
-    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(logits(ours), logits(theirs), atol=1e-4, rtol=1e-4)
 
 
 def test_norms_of_a_folder_get_their_one(folder: Path) -> None:

@@ -108,7 +108,7 @@ def test_logits_are_those_of_peft(variant: str, tmp_path: Path) -> None:
     assert (plain - expected).abs().max() > 0.1  # the adapter does something
     for runner in runners(open_model(base, folder)):
         logits = Stepper(runner).prefill(Sequence([*IDS]))
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(logits, expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
 class TestQuantisedBases:
@@ -193,7 +193,7 @@ class TestQuantisedBases:
                 logits.append(Stepper(runner).prefill(Sequence([*unseen])))
         others = np.setdiff1d(np.arange(VOCAB), ROWS)
         for before, after in zip(logits[:2], logits[2:], strict=True):
-            torch.testing.assert_close(after[:, others], before[:, others])
+            np.testing.assert_allclose(after[:, others], before[:, others], rtol=1.3e-6, atol=1e-5)
             assert (after[:, ROWS] - before[:, ROWS]).abs().max() > 10
 
 

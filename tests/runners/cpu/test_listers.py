@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from packed_steps import Sequence, Stepper
 from sparse_planners import MadePlanner, everything, scattered, with_planners
 from tiny_checkpoints import VOCAB, write_variant
@@ -15,7 +14,8 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import LayerProbe, query_blocks
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.forward.runner import Runner
+from serving import torch_runner
 
 PREFIX, ROWS = 200, 300
 
@@ -40,16 +40,14 @@ def text(length: int, seed: int = 0) -> Sequence:
     return Sequence(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
 
 
-def prefill(
-    runner: CpuRunner | TorchRunner, planner: MadePlanner | None, rows: int = ROWS
-) -> torch.Tensor:
+def prefill(runner: Runner, planner: MadePlanner | None, rows: int = ROWS) -> np.ndarray:
     """Logits of a chunk of ``rows`` after a dense prefix."""
     stepper, sequence = Stepper(runner), text(PREFIX + rows)
     stepper.step([(sequence, PREFIX)])
     batch = stepper.pack([(sequence, rows)])
     if planner is not None:
         batch = with_planners(batch, planner)
-    return runner.forward(batch).clone()
+    return runner.forward(batch).copy()
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "i8"])
@@ -58,7 +56,7 @@ def test_lists_of_everything_give_the_bits_of_dense_attention(
 ) -> None:
     runner = cpu_runner(llama, kv_dtype)
     planner = MadePlanner(everything)
-    assert torch.equal(prefill(runner, planner), prefill(runner, None))
+    assert np.array_equal(prefill(runner, planner), prefill(runner, None))
     assert len(planner.lists) == runner.config.layers
     runner.close()
 
@@ -69,11 +67,11 @@ def test_listed_keys_give_the_logits_of_masked_attention_in_torch(
 ) -> None:
     planners = [MadePlanner(scattered), MadePlanner(scattered)]
     found = prefill(runner, planners[0], rows)
-    expected = prefill(TorchRunner(llama, slots=1500), planners[1], rows)
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    expected = prefill(torch_runner(llama, slots=1500), planners[1], rows)
+    np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
     for layer in range(runner.config.layers):
         np.testing.assert_array_equal(planners[0].pairs[layer], planners[1].pairs[layer])
-    assert not torch.allclose(found, prefill(runner, None, rows), atol=1e-3)
+    assert not np.allclose(found, prefill(runner, None, rows), atol=1e-3)
 
 
 def test_pairs_are_rows_times_listed_keys(runner: CpuRunner) -> None:
@@ -102,7 +100,7 @@ def test_a_planner_sees_the_same_in_both_runners(
     runner = cpu_runner(llama, kv_dtype)
     planners = [MadePlanner(look=look), MadePlanner(look=look)]
     prefill(runner, planners[0], rows)
-    prefill(TorchRunner(llama, slots=1500), planners[1], rows)
+    prefill(torch_runner(llama, slots=1500), planners[1], rows)
     tolerance = {"f32": 1e-4, "f16": 5e-3, "bf16": 0.05, "i8": 0.2}[kv_dtype]
     for found, expected in zip(planners[0].seen, planners[1].seen, strict=True):
         for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
@@ -132,8 +130,8 @@ def test_company_and_threads_change_no_bit(
     stepper.step([(decoding, 399), (sparse, PREFIX), (whole, PREFIX)])
     batch = stepper.pack([(decoding, 1), (sparse, ROWS), (whole, 40)])
     found = other.forward(with_planners(batch, None, MadePlanner(scattered), None))
-    assert torch.equal(found[1 : 1 + ROWS], expected)
-    assert torch.equal(found[1 + ROWS :], dense)
+    assert np.array_equal(found[1 : 1 + ROWS], expected)
+    assert np.array_equal(found[1 + ROWS :], dense)
     other.close()
 
 
@@ -141,7 +139,7 @@ def test_windowed_layers_keep_their_window(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_variant("gemma3", tmp_path / "gemma3"))
     runner = cpu_runner(checkpoint)
     planner = MadePlanner(everything)
-    assert torch.equal(prefill(runner, planner), prefill(runner, None))
+    assert np.array_equal(prefill(runner, planner), prefill(runner, None))
     config = runner.config
     full = [layer for layer in range(config.layers) if config.window_of(layer) is None]
     assert sorted(planner.pairs) == full

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -14,7 +13,7 @@ from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
+from serving import torch_runner
 
 BEFORE, ROWS = 300, 70
 TEMPERED = (260, 0.7, 0.8)
@@ -54,34 +53,34 @@ def batch(first: int, rows: int, group: Tempered | None = None) -> ForwardBatch:
     )
 
 
-def logits(runner: Runner, group: Tempered | None, parts: list[int]) -> torch.Tensor:
+def logits(runner: Runner, group: Tempered | None, parts: list[int]) -> np.ndarray:
     """Logits of the rows after the first ones, run in parts of so many."""
     runner.forward(batch(0, BEFORE))
     found, first = [], BEFORE
     for rows in parts:
-        found.append(runner.forward(batch(first, rows, group)).clone())
+        found.append(runner.forward(batch(first, rows, group)).copy())
         first += rows
-    return torch.cat(found)
+    return np.concatenate(found)
 
 
 def test_the_cpu_kernels_agree_with_torch(cpu: CpuRunner, checkpoint: Checkpoint) -> None:
-    expected = logits(TorchRunner(checkpoint, slots=500), TEMPERED, [ROWS])
+    expected = logits(torch_runner(checkpoint, slots=500), TEMPERED, [ROWS])
     found = logits(cpu, TEMPERED, [ROWS])
     tolerance = {"f32": 1e-3, "f16": 0.02, "bf16": 0.16, "i8": 0.6}[cpu.kv_format.value]
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0.0)
+    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0.0)
 
 
 def test_a_row_has_the_same_bits_however_it_is_run(cpu: CpuRunner) -> None:
     whole = logits(cpu, TEMPERED, [ROWS])
-    assert torch.equal(whole, logits(cpu, TEMPERED, [1, 3, ROWS - 4]))
+    assert np.array_equal(whole, logits(cpu, TEMPERED, [1, 3, ROWS - 4]))
 
 
 def test_other_requests_of_the_step_keep_their_bits(cpu: CpuRunner) -> None:
     cpu.forward(batch(0, BEFORE))
-    alone = [cpu.forward(batch(BEFORE, rows, group)).clone() for rows, group in ((9, TEMPERED),)]
+    alone = [cpu.forward(batch(BEFORE, rows, group)).copy() for rows, group in ((9, TEMPERED),)]
     plain = replace(batch(20, 5), write_slots=np.arange(450, 455, dtype=np.int32))
     plain = replace(plain, kv_slots=np.append(plain.kv_slots[:20], plain.write_slots))
-    expected = cpu.forward(plain).clone()
+    expected = cpu.forward(plain).copy()
     own = batch(BEFORE, 9, TEMPERED)
     both = ForwardBatch(
         token_ids=np.append(plain.token_ids, own.token_ids),
@@ -94,20 +93,20 @@ def test_other_requests_of_the_step_keep_their_bits(cpu: CpuRunner) -> None:
         attention=(None, *own.attention),
     )
     found = cpu.forward(both)
-    assert torch.equal(found[:5], expected)
-    assert torch.equal(found[5:], alone[0])
+    assert np.array_equal(found[:5], expected)
+    assert np.array_equal(found[5:], alone[0])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_without_temperature_and_scale_it_is_one_softmax(
     cpu: CpuRunner, checkpoint: Checkpoint, backend: str
 ) -> None:
-    runner: Runner = cpu if backend == "cpu" else TorchRunner(checkpoint, slots=500)
+    runner: Runner = cpu if backend == "cpu" else torch_runner(checkpoint, slots=500)
     neutral, dense = (logits(runner, group, [ROWS]) for group in ((260, 1.0, 1.0), None))
     # Rounded KV of later layers can turn out differently for a rounding of 1e-6 before.
     kv = "f32" if backend == "torch" else cpu.kv_format.value
     tolerance = {"f32": 1e-4, "f16": 0.01, "bf16": 0.1, "i8": 0.3}[kv]
-    torch.testing.assert_close(neutral, dense, atol=tolerance, rtol=0.0)
+    np.testing.assert_allclose(neutral, dense, atol=tolerance, rtol=0.0)
     near = logits(runner, (260, 1.0001, 1.0), [ROWS])
-    torch.testing.assert_close(near, dense, atol=max(10 * tolerance, 0.02), rtol=0.0)
-    assert not torch.allclose(logits(runner, TEMPERED, [ROWS]), dense, atol=0.3)
+    np.testing.assert_allclose(near, dense, atol=max(10 * tolerance, 0.02), rtol=0.0)
+    assert not np.allclose(logits(runner, TEMPERED, [ROWS]), dense, atol=0.3)

@@ -19,9 +19,8 @@ The decision is the same.
 import copy
 
 import numpy as np
-import torch
 
-from midfill.arrays import Int32Array
+from midfill.arrays import Float32Array, Int32Array, RunnerArray
 from midfill.models.tokens.healing import HealingConstraint
 
 
@@ -48,7 +47,7 @@ class EmptyAnswerCheck:
     ) -> None:
         self.constraint = copy.copy(constraint)
         self.tokens: list[int] = []
-        self.rows: list[torch.Tensor] = []
+        self.rows: list[RunnerArray] = []
         self.probability = 1.0
         self.end_token: int | None = None
         self.decided = False
@@ -60,17 +59,17 @@ class EmptyAnswerCheck:
         """Whether the answer is empty, once ``decided``."""
         return self.probability > self._threshold
 
-    def observe(self, logits: torch.Tensor, adjusted: torch.Tensor) -> int | None:
+    def observe(self, logits: RunnerArray, adjusted: Float32Array) -> int | None:
         """Take the logits after the last of ``tokens``.
 
         Args:
-            logits: [vocab] float32, the model's; kept.
-            adjusted: [vocab], the same with penalties and bias.
+            logits: [vocab] float32, the model's own; kept.
+            adjusted: [vocab] float32, the same with penalties and bias.
 
         Returns:
             The next token, which was added to ``tokens``; None once the check is decided.
         """
-        self.rows.append(logits.clone())
+        self.rows.append(logits)
         probabilities = _softmax(adjusted)
         if self.constraint is None:
             ends = probabilities[self._end_token_ids]
@@ -100,9 +99,8 @@ class EmptyAnswerCheck:
         return other
 
 
-def _softmax(logits: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return [vocab] float32 probabilities; all 0 if no logit is finite."""
-    values = logits.float().cpu().numpy()
+def _softmax(values: Float32Array) -> Float32Array:
+    """Return [vocab] float32 probabilities of logits; all 0 if no logit is finite."""
     finite = np.isfinite(values)
     if not finite.any():
         return np.zeros_like(values)

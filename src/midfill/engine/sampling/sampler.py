@@ -10,6 +10,9 @@ computed separately, so a row's token does not depend on what else is in the bat
 
 A row restricted to some tokens is a row over a smaller vocabulary: the logits of these tokens are
 gathered after the penalties, and all later steps see nothing else.
+
+Whatever looks at a whole vocabulary is the runner's (``runners.forward.logits``): logits stay where
+they were computed. Here are the decisions, over the few values that they need.
 """
 
 import math
@@ -19,12 +22,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from midfill.arrays import Float64Array, Int32Array, Int64Array, RunnerArray
 from midfill.engine.request import EngineSamplingParams, TokenLogprobs
-from midfill.runners.forward.likeliest import argmax
-from midfill.runners.torch.threads import one_thread
+from midfill.runners.forward.logits import LogitsOps
 
 # A temperature below this means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5
@@ -34,9 +35,6 @@ _FEW_CANDIDATES = 256
 
 # By how much the likeliest token's probability must exceed top-p, against rounding.
 _CERTAINTY_MARGIN = 1e-5
-FOLDS = 64
-"""``top_ids`` pays for rows that are at least this many times as long as the number of ids."""
-
 _BINS = 1024  # for sorting; see _smallest_set
 MAX_ROWS_AT_ONCE = 8
 """Rows of logits that are processed together. Each takes up to 1 MB meanwhile, for a vocabulary of
@@ -90,7 +88,7 @@ class _Row:
     """
 
     spec: SampleRow
-    logits: torch.Tensor
+    logits: RunnerArray
     clean: bool
     token_id: int
 
@@ -100,23 +98,25 @@ def is_greedy(params: EngineSamplingParams) -> bool:
     return params.temperature < _GREEDY_TEMPERATURE or params.top_k == 1
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
+def sample(
+    ops: LogitsOps, logits: RunnerArray, rows: Sequence[SampleRow]
+) -> list[SampledToken | None]:
     """Sample one token for each of ``rows``.
 
     Args:
-        logits: [outputs, vocab] float32, on any device; not changed. Tokens whose value is not
-            finite are impossible.
+        ops: of the runner that computed the logits.
+        logits: [outputs, vocab] float32; not changed. Tokens whose value is not finite are
+            impossible.
         rows: the tokens to sample.
 
     Returns:
         One entry per row: the token, or None if the row's logits hold no finite value.
     """
     tokens: list[SampledToken | None] = [None] * len(rows)
-    with one_thread():
-        for places in _groups(rows):
-            chosen = _sample_group(logits, [rows[place] for place in places])
-            for place, token in zip(places, chosen, strict=True):
-                tokens[place] = token
+    for places in _groups(rows):
+        chosen = _sample_group(ops, logits, [rows[place] for place in places])
+        for place, token in zip(places, chosen, strict=True):
+            tokens[place] = token
     return tokens
 
 
@@ -138,33 +138,35 @@ def _groups(rows: Sequence[SampleRow]) -> list[list[int]]:
     ]
 
 
-def _sample_group(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[SampledToken | None]:
+def _sample_group(
+    ops: LogitsOps, logits: RunnerArray, specs: Sequence[SampleRow]
+) -> list[SampledToken | None]:
     """Sample the tokens of rows whose vectors have one length; None as in ``sample``."""
-    chosen = _choose(logits, specs)
+    chosen = _choose(ops, logits, specs)
     alive = [row for row in chosen if row is not None]
-    reported = _logprobs(logits, [row for row in alive if row.spec.params.logprobs is not None])
+    reported = _logprobs(
+        ops, logits, [row for row in alive if row.spec.params.logprobs is not None]
+    )
     return [
         None if row is None else SampledToken(row.token_id, reported.get(id(row))) for row in chosen
     ]
 
 
-def _choose(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[_Row | None]:
+def _choose(ops: LogitsOps, logits: RunnerArray, specs: Sequence[SampleRow]) -> list[_Row | None]:
     """Sample the tokens of rows whose vectors have one length; None as in ``sample``."""
-    vectors = [_restrict(adjust_logits(logits[spec.row], spec), spec) for spec in specs]
-    rows = _start_rows(vectors, specs)
+    vectors = [_restrict(adjust_logits(ops, logits[spec.row], spec), spec) for spec in specs]
+    rows = _start_rows(ops, vectors, specs)
     alive = [row for row in rows if row is not None]
-    _draw([row for row in alive if not is_greedy(row.spec.params)])
+    _draw(ops, [row for row in alive if not is_greedy(row.spec.params)])
     for row in alive:
         if row.spec.allowed is not None:
             row.token_id = int(row.spec.allowed[row.token_id])
     return rows
 
 
-def _restrict(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
-    """Return the [n] logits of the allowed tokens; the tensor itself if all are allowed."""
-    if spec.allowed is None:
-        return logits
-    return logits[torch.from_numpy(spec.allowed).to(logits.device)]
+def _restrict(logits: RunnerArray, spec: SampleRow) -> RunnerArray:
+    """Return the [n] logits of the allowed tokens; the vector itself if all are allowed."""
+    return logits if spec.allowed is None else logits[spec.allowed.astype(np.int64)]
 
 
 def _is_adjusted(params: EngineSamplingParams) -> bool:
@@ -177,54 +179,55 @@ def _is_adjusted(params: EngineSamplingParams) -> bool:
     )
 
 
-def adjust_logits(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
-    """Return [vocab] logits with penalties, bias and banned tokens; the tensor itself if none."""
+def adjust_logits(ops: LogitsOps, logits: RunnerArray, spec: SampleRow) -> RunnerArray:
+    """Return [vocab] logits with penalties, bias and banned tokens; the vector itself if none."""
     params = spec.params
     if not _is_adjusted(params) and spec.banned is None:
         return logits
-    logits = logits.clone()
+    logits = ops.copy(logits)
     if params.repetition_penalty != 1.0:
         met = np.zeros(len(logits), dtype=bool)
         met[spec.history] = True
-        seen = torch.from_numpy(np.flatnonzero(met)).to(logits.device)
-        old = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(old > 0, old / penalty, old * penalty)
+        seen = np.flatnonzero(met)
+        old, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = old.clip(0.0, None) / penalty + old.clip(None, 0.0) * penalty
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     if counts and len(spec.history) > spec.prompt_length:
         times = np.bincount(spec.history[spec.prompt_length :])
         ids = np.flatnonzero(times)
         penalties = params.presence_penalty + params.frequency_penalty * times[ids]
-        logits[torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(penalties).to(logits)
+        ops.add(logits, ids, -penalties.astype(np.float64))
     if params.logit_bias:
-        biased = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[biased] += torch.tensor(list(params.logit_bias.values())).to(logits)
+        biased = np.array(list(params.logit_bias), np.int64)
+        ops.add(logits, biased, np.array(list(params.logit_bias.values()), np.float64))
     if spec.banned is not None:
-        logits[torch.from_numpy(spec.banned).to(logits.device)] = -torch.inf
+        logits[spec.banned.astype(np.int64)] = -np.inf
     return logits
 
 
-def _start_rows(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list[_Row | None]:
+def _start_rows(
+    ops: LogitsOps, vectors: list[RunnerArray], specs: Sequence[SampleRow]
+) -> list[_Row | None]:
     """Return each row with its likeliest token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
-    for logits, spec, (best, value) in zip(vectors, specs, argmax(vectors), strict=True):
+    for logits, spec, (best, value) in zip(vectors, specs, ops.argmax(vectors), strict=True):
         # argmax returns a NaN or an infinity, if it sees all of the logits.
         clean = spec.allowed is None and math.isfinite(value)
         if not clean:
-            logits = mask_nonfinite(logits)
-            best, value = argmax([logits])[0]
+            logits = ops.mask_nonfinite(logits)
+            best, value = ops.argmax([logits])[0]
         rows.append(_Row(spec, logits, clean, best) if math.isfinite(value) else None)
     return rows
 
 
-def _draw(rows: list[_Row]) -> None:
+def _draw(ops: LogitsOps, rows: list[_Row]) -> None:
     """Draw the tokens of rows that are not greedy."""
     by_top_k: dict[int, list[_Row]] = {}
     filtered: list[_Row] = []
     plain: list[_Row] = []
     for row in rows:
         params = row.spec.params
-        if _is_certain(row):
+        if _is_certain(ops, row):
             continue
         if 0 < params.top_k < len(row.logits):
             by_top_k.setdefault(params.top_k, []).append(row)
@@ -233,111 +236,83 @@ def _draw(rows: list[_Row]) -> None:
         else:
             plain.append(row)
     for top_k, group in by_top_k.items():
-        _draw_top_k(group, top_k)
+        _draw_top_k(ops, group, top_k)
     if plain:
-        _draw_unfiltered(plain)
+        _draw_unfiltered(ops, plain)
     if filtered:
-        _draw_filtered(filtered)
+        _draw_filtered(ops, filtered)
 
 
-def _is_certain(row: _Row) -> bool:
+def _is_certain(ops: LogitsOps, row: _Row) -> bool:
     """Whether top-p is sure to leave nothing but the likeliest token, whatever the draw.
 
     At low temperatures this is so for most tokens, and two passes over the logits show it: all
     other tokens are at most as likely as the second likeliest.
     """
-    params = row.spec.params
-    if params.top_p >= 1.0 or row.logits.device.type != "cpu":
+    params, vocab = row.spec.params, len(row.logits)
+    others = min(params.top_k or vocab, vocab) - 1
+    if params.top_p >= 1.0 or others < 1:
         return False
-    values, best = row.logits.numpy(), row.token_id
-    others = min(params.top_k or len(values), len(values)) - 1
-    if others < 1:
+    second = ops.second_largest(row.logits, row.token_id)
+    if second is None:
         return False
-    second = max(values[:best].max(initial=-np.inf), values[best + 1 :].max(initial=-np.inf))
-    distance = (float(values[best]) - float(second)) / params.temperature
+    distance = (float(row.logits[row.token_id]) - second) / params.temperature
     return 1.0 / (1.0 + others * math.exp(-distance)) >= params.top_p + _CERTAINTY_MARGIN
 
 
-def _stack(rows: list[_Row]) -> torch.Tensor:
-    return torch.stack([row.logits for row in rows])
-
-
-def _probabilities(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
-    """Return [rows, vocab] float32 probabilities at each row's temperature."""
-    temperatures = torch.tensor([[row.spec.params.temperature] for row in rows]).to(logits)
-    return (logits / temperatures).softmax(-1)
-
-
-def _draw_unfiltered(rows: list[_Row]) -> None:
+def _draw_unfiltered(ops: LogitsOps, rows: list[_Row]) -> None:
     """Draw from the whole distribution."""
-    cumulative = _probabilities(_stack(rows), rows).cumsum(-1, dtype=torch.float64)
-    draws = torch.tensor([[row.spec.draw] for row in rows], dtype=torch.float64)
-    targets = draws.to(cumulative) * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, targets, right=True)
-    for row, token_id in zip(rows, ids[:, 0].tolist(), strict=True):
+    draws = [row.spec.draw for row in rows]
+    ids = ops.draw([row.logits for row in rows], _temperatures(rows), draws)
+    for row, token_id in zip(rows, ids, strict=True):
         row.token_id = token_id
 
 
-def _draw_top_k(rows: list[_Row], top_k: int) -> None:
+def _draw_top_k(ops: LogitsOps, rows: list[_Row], top_k: int) -> None:
     """Draw from the ``top_k`` likeliest tokens, filtered."""
-    logits = _stack(rows)
-    ids = likeliest(logits, top_k)
-    for row, values, row_ids in zip(rows, gather(logits, ids), ids, strict=True):
+    vectors = [row.logits for row in rows]
+    ids = ops.likeliest(vectors, top_k)
+    for row, values, row_ids in zip(rows, ops.gather(vectors, ids), ids, strict=True):
         weights = np.exp((values - values.max()) / row.spec.params.temperature)
         kept = filter_probabilities(weights / weights.sum(), row.spec.params, complete=True)
         assert kept is not None
         row.token_id = sample_inverse(kept, row_ids, row.spec.draw)
 
 
-def _draw_filtered(rows: list[_Row]) -> None:
+def _draw_filtered(ops: LogitsOps, rows: list[_Row]) -> None:
     """Draw for rows with filters but no top-k: try few tokens first, then all where needed."""
-    logits = _stack(rows)
-    probabilities = _probabilities(logits, rows)
-    few = likeliest(logits, min(_FEW_CANDIDATES, logits.shape[-1]))
-    for index, weights in enumerate(gather(probabilities, few)):
-        row, ids = rows[index], few[index]
-        kept = filter_probabilities(weights, row.spec.params, complete=False)
+    vectors = [row.logits for row in rows]
+    normalizers = ops.log_normalizers(vectors, _temperatures(rows))
+    few = ops.likeliest(vectors, min(_FEW_CANDIDATES, len(vectors[0])))
+    values = ops.gather(vectors, few)
+    for row, ids, found, normalizer in zip(rows, few, values, normalizers, strict=True):
+        params = row.spec.params
+        weights = np.exp(found / params.temperature - normalizer)
+        kept = filter_probabilities(weights, params, complete=False)
         if kept is None:
-            ids = np.arange(logits.shape[-1])
-            weights = probabilities[index].double().cpu().numpy()
-            kept = filter_probabilities(weights, row.spec.params, complete=True)
+            ids = np.arange(len(row.logits))
+            every = ops.to_numpy(row.logits) / np.float32(params.temperature)
+            weights = np.exp(every - np.float32(normalizer)).astype(np.float64)
+            kept = filter_probabilities(weights, params, complete=True)
         assert kept is not None
         row.token_id = sample_inverse(kept, ids, row.spec.draw)
 
 
-def _logprobs(logits: torch.Tensor, rows: list[_Row]) -> dict[int, TokenLogprobs]:
+def _temperatures(rows: list[_Row]) -> list[float]:
+    return [row.spec.params.temperature for row in rows]
+
+
+def _logprobs(ops: LogitsOps, logits: RunnerArray, rows: list[_Row]) -> dict[int, TokenLogprobs]:
     """Return log probabilities for rows that request them, by the row's id()."""
     if not rows:
         return {}
-    raw = torch.stack(
-        [
-            logits[row.spec.row] if row.clean else mask_nonfinite(logits[row.spec.row])
-            for row in rows
-        ]
-    )
+    raw = [
+        logits[row.spec.row] if row.clean else ops.mask_nonfinite(logits[row.spec.row])
+        for row in rows
+    ]
     wanted = [row.spec.params.logprobs or 0 for row in rows]
-    reports = token_logprobs(raw, [row.token_id for row in rows], wanted)
+    reports = token_logprobs(ops, raw, [row.token_id for row in rows], wanted)
     return {id(row): report for row, report in zip(rows, reports, strict=True)}
-
-
-def top_ids(row: Float32Array, count: int) -> Int64Array:
-    """Return the indices of the ``count`` largest values, ascending; much faster than torch.topk.
-
-    The row is folded into columns of FOLDS values. The ``count``-th largest of the columns' maxima
-    can't exceed the ``count``-th largest value, so smaller values need no further look.
-
-    Args:
-        row: [n] float32, n at least ``count * FOLDS``.
-        count: number of indices.
-    """
-    columns = len(row) // FOLDS
-    maxima = row[: columns * FOLDS].reshape(FOLDS, columns).max(0)
-    threshold = np.partition(maxima, columns - count)[columns - count]
-    candidates = np.flatnonzero(row >= threshold)
-    if len(candidates) > count:
-        order = np.argpartition(row[candidates], len(candidates) - count)
-        candidates = np.sort(candidates[order[len(candidates) - count :]])
-    return candidates
 
 
 def filter_probabilities(
@@ -419,48 +394,33 @@ def sample_inverse(weights: Float64Array, ids: Int64Array, draw: float) -> int:
 
 
 def token_logprobs(
-    logits: torch.Tensor, token_ids: Sequence[int], wanted: Sequence[int]
+    ops: LogitsOps,
+    vectors: Sequence[RunnerArray],
+    token_ids: Sequence[int],
+    wanted: Sequence[int],
 ) -> list[TokenLogprobs]:
-    """Return the log probability of one token per row, and those of the likeliest tokens.
+    """Return the log probability of one token per vector, and those of the likeliest tokens.
 
     Args:
-        logits: [rows, vocab] float32, without NaN and +infinity.
-        token_ids: the token of each row.
-        wanted: how many of the likeliest tokens to report for each row.
+        ops: of the runner that computed the logits.
+        vectors: [vocab] float32 each, without NaN and +infinity.
+        token_ids: the token of each.
+        wanted: how many of the likeliest tokens to report for each.
     """
-    logprobs = logits.log_softmax(-1)
-    chosen = torch.tensor([[token_id] for token_id in token_ids], device=logits.device)
-    own = logprobs.gather(-1, chosen)[:, 0].tolist()
-    ids = likeliest(logits, min(max(*wanted, 1), logits.shape[-1]))
+    normalizers = ops.log_normalizers(vectors, [1.0] * len(vectors))[:, None]
+    own = ops.gather(vectors, np.array(token_ids, np.int64)[:, None]) - normalizers
+    ids = ops.likeliest(vectors, min(max(*wanted, 1), len(vectors[0])))
+    logprobs = ops.gather(vectors, ids) - normalizers
     reports = []
-    for logprob, count, row_ids, values in zip(
-        own, wanted, ids, gather(logprobs, ids), strict=True
-    ):
+    for logprob, count, row_ids, values in zip(own, wanted, ids, logprobs, strict=True):
         best = (-values).argsort(kind="stable")[:count]
         top = [
             (int(row_ids[place]), float(values[place]))
             for place in best
             if math.isfinite(values[place])
         ]
-        reports.append(TokenLogprobs(logprob, top))
+        reports.append(TokenLogprobs(float(logprob[0]), top))
     return reports
-
-
-def likeliest(logits: torch.Tensor, count: int) -> Int64Array:
-    """Return the [rows, count] ids of the largest values per row of [rows, vocab], ascending."""
-    if logits.device.type == "cpu" and count <= logits.shape[-1] // FOLDS:
-        return np.stack([top_ids(row, count) for row in logits.numpy()])
-    return logits.topk(count).indices.sort().values.cpu().numpy()
-
-
-def gather(source: torch.Tensor, ids: Int64Array) -> Float64Array:
-    """Return the [rows, count] values of [rows, vocab] ``source`` at [rows, count] ids."""
-    return source.gather(-1, torch.from_numpy(ids).to(source.device)).double().cpu().numpy()
-
-
-def mask_nonfinite(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits with -infinity for values that are not finite."""
-    return torch.where(torch.isfinite(logits), logits, -torch.inf)
 
 
 class RandomStream:

@@ -15,9 +15,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from midfill.arrays import Float32Array
+from midfill.arrays import Float32Array, RunnerArray
 from midfill.engine.step.batching import (
     BatchRows,
     ScheduledSequence,
@@ -29,19 +28,18 @@ from midfill.engine.step.batching import (
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.layer_rows import LayerRows
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.threads import one_thread
 
 
 class StepOutputs(NamedTuple):
     """What a step computes.
 
     Attributes:
-        logits: [outputs, vocab] float32, in the order of ``build_batch``.
+        logits: [outputs, vocab] float32, in the order of ``build_batch``; () if there are none.
         queries: float32 [layers, n, query_heads, head_dim] per scheduled sequence, the queries of
             its observed rows; None where there are none, or not yet those of all layers.
     """
 
-    logits: torch.Tensor
+    logits: RunnerArray
     queries: list[Float32Array | None]
 
 
@@ -116,7 +114,7 @@ def _run_in_parts(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> S
     layers = runner.config.layers
     shares = [_share(entry, layers) for entry in scheduled]
     current: list[_Share] = []
-    hidden = torch.empty(0)
+    hidden: RunnerArray = None
     for first, end in pairwise(_cuts(shares, layers)):
         active = [one for one in shares if one.rows.next_layer == first and one.end > first]
         changed = [one for one in active if one.stops_before(first)]
@@ -128,7 +126,7 @@ def _run_in_parts(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> S
         if first == 0:
             hidden = runner.embed(batch)
         elif changed or active != current:
-            hidden = _joined(active)
+            hidden = _joined(runner, active)
         hidden = runner.run_layers(batch, hidden, first, end)
         _hand_out(runner, batch, active, hidden, first, end)
         current = active
@@ -138,8 +136,9 @@ def _run_in_parts(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> S
             share.change()
     queries = [one.rows.queries if one.entry.completes else None for one in shares]
     if not any(one.entry.outputs for one in done):
-        return StepOutputs(torch.empty(0, runner.config.vocab), queries)
-    logits = runner.compute_logits(pack([one.batch_rows() for one in done]), _joined(done))
+        return StepOutputs((), queries)
+    batch = pack([one.batch_rows() for one in done])
+    logits = runner.compute_logits(batch, _joined(runner, done))
     return StepOutputs(logits, queries)
 
 
@@ -163,21 +162,18 @@ def _cuts(shares: SequenceOf[_Share], layers: int) -> list[int]:
     return sorted(set(wanted()))
 
 
-def _joined(shares: SequenceOf[_Share]) -> torch.Tensor:
+def _joined(runner: Runner, shares: SequenceOf[_Share]) -> RunnerArray:
     """Return the hidden rows of some sequences, one below the other."""
     parts = [one.rows.hidden for one in shares if one.rows.hidden is not None]
     assert len(parts) == len(shares)
-    if len(parts) == 1:
-        return parts[0]
-    with one_thread():
-        return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else runner.join(parts)
 
 
 def _hand_out(
     runner: Runner,
     batch: ForwardBatch,
     active: SequenceOf[_Share],
-    hidden: torch.Tensor,
+    hidden: RunnerArray,
     first: int,
     end: int,
 ) -> None:

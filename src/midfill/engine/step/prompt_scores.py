@@ -7,21 +7,19 @@ such a prompt reuses only what precedes its first missing score.
 
 from collections.abc import Collection
 
-import torch
-
-from midfill.engine.sampling.sampler import (
-    MAX_ROWS_AT_ONCE,
-    mask_nonfinite,
-    token_logprobs,
-)
+from midfill.arrays import RunnerArray
+from midfill.engine.sampling.sampler import MAX_ROWS_AT_ONCE, token_logprobs
 from midfill.engine.step.batching import ScheduledSequence
-from midfill.runners.torch.threads import one_thread
+from midfill.runners.forward.logits import LogitsOps
 
 
-def record_scores(logits: torch.Tensor, scheduled: Collection[ScheduledSequence]) -> None:
+def record_scores(
+    ops: LogitsOps, logits: RunnerArray, scheduled: Collection[ScheduledSequence]
+) -> None:
     """Append the scores that a step has computed to the sequences that want them.
 
     Args:
+        ops: of the runner that computed the logits.
         logits: [outputs, vocab] float32, in the order of ``build_batch``.
         scheduled: the step.
     """
@@ -35,9 +33,9 @@ def record_scores(logits: torch.Tensor, scheduled: Collection[ScheduledSequence]
             first = sequence.computed + scored.start + 1
             token_ids = sequence.tokens[first : first + len(scored)].tolist()
             wanted = sequence.params.prompt_logprobs or 0
-            with one_thread():
-                for at in range(0, len(scored), MAX_ROWS_AT_ONCE):
-                    some = token_ids[at : at + MAX_ROWS_AT_ONCE]
-                    rows = mask_nonfinite(logits[row + at : row + at + len(some)])
-                    sequence.prompt_logprobs += token_logprobs(rows, some, [wanted] * len(some))
+            for at in range(0, len(scored), MAX_ROWS_AT_ONCE):
+                some = token_ids[at : at + MAX_ROWS_AT_ONCE]
+                found = logits[row + at : row + at + len(some)]
+                rows = [ops.mask_nonfinite(one) for one in found]
+                sequence.prompt_logprobs += token_logprobs(ops, rows, some, [wanted] * len(some))
         row += outputs

@@ -8,13 +8,13 @@ sampled, whatever was drafted. (Speculative sampling after Leviathan et al. pres
 distribution only, but accepts more often at high temperatures.)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
+from midfill.arrays import RunnerArray
 from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
 from midfill.engine.sampling.sampler import (
@@ -27,7 +27,7 @@ from midfill.engine.sampling.sampler import (
 from midfill.engine.sampling.vocabulary import Vocabulary
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence
-from midfill.runners.torch.threads import one_thread
+from midfill.runners.forward.runner import Runner
 
 
 @dataclass(slots=True)
@@ -116,29 +116,29 @@ def sibling_groups(
 
 
 def verify(
-    logits: torch.Tensor,
-    likeliest_tokens: Callable[[torch.Tensor], SequenceOf[int]],
+    runner: Runner,
+    logits: RunnerArray,
     verifications: Iterable[Verification],
     vocabulary: Vocabulary,
 ) -> None:
     """Sample tokens and append them to their sequences as far as drafts match.
 
     Args:
-        logits: [outputs, vocab] float32.
-        likeliest_tokens: the runner's, see ``Runner.likeliest_tokens``.
+        runner: the model.
+        logits: [outputs, vocab] float32, what its last step returned.
         verifications: one per answer, without tokens.
         vocabulary: the model's.
     """
     pending = [
         one
         for one in verifications
-        if one.sequence.empty_check is None or _check_empty(one, logits, vocabulary)
+        if one.sequence.empty_check is None or _check_empty(one, runner, logits, vocabulary)
     ]
     likeliest: SequenceOf[int] = ()
     if any(one.sequence.takes_likeliest for one in pending):
-        likeliest = likeliest_tokens(logits)
+        likeliest = runner.likeliest_tokens(logits)
     while pending:
-        sampled = _sample(logits, likeliest, pending)
+        sampled = _sample(runner, logits, likeliest, pending)
         pending = [
             one
             for one, token in zip(pending, sampled, strict=True)
@@ -147,7 +147,10 @@ def verify(
 
 
 def _sample(
-    logits: torch.Tensor, likeliest: SequenceOf[int], pending: SequenceOf[Verification]
+    runner: Runner,
+    logits: RunnerArray,
+    likeliest: SequenceOf[int],
+    pending: SequenceOf[Verification],
 ) -> list[SampledToken | None]:
     """Return the next token of each answer; None where its logits hold no finite value."""
     tokens = [_likeliest_token(one, likeliest) for one in pending]
@@ -155,7 +158,7 @@ def _sample(
         return tokens
     others = [place for place, token in enumerate(tokens) if token is None]
     rows = [_sample_row(pending[place].sequence, pending[place].row) for place in others]
-    for place, token in zip(others, sample(logits, rows), strict=True):
+    for place, token in zip(others, sample(runner.logits_ops, logits, rows), strict=True):
         tokens[place] = token
     return tokens
 
@@ -169,8 +172,9 @@ def _likeliest_token(one: Verification, likeliest: SequenceOf[int]) -> SampledTo
     return SampledToken(token_id, None) if token_id >= 0 else None
 
 
-@one_thread()
-def _check_empty(one: Verification, logits: torch.Tensor, vocabulary: Vocabulary) -> bool:
+def _check_empty(
+    one: Verification, runner: Runner, logits: RunnerArray, vocabulary: Vocabulary
+) -> bool:
     """Decide whether an answer is empty, as far as the step's logits suffice for it.
 
     Once it is decided, the tokens are taken from the logits that the check has seen.
@@ -178,12 +182,13 @@ def _check_empty(one: Verification, logits: torch.Tensor, vocabulary: Vocabulary
     Returns:
         Whether the next token is to be sampled from the logits at ``one.row``.
     """
-    sequence, check = one.sequence, one.sequence.empty_check
+    sequence, check, ops = one.sequence, one.sequence.empty_check, runner.logits_ops
     assert check is not None
     one.restarted = bool(check.tokens)
     while True:
         row = SampleRow(0, sequence.params, sequence.tokens, sequence.prompt_length, 0.0)
-        token_id = check.observe(logits[one.row], adjust_logits(logits[one.row], row))
+        kept = ops.copy(logits[one.row])
+        token_id = check.observe(kept, ops.to_numpy(adjust_logits(ops, kept, row)))
         if token_id is None:
             break
         sequence.append(token_id)
@@ -195,7 +200,7 @@ def _check_empty(one: Verification, logits: torch.Tensor, vocabulary: Vocabulary
     sequence.not_empty = not check.is_empty
     for row_logits, expected in zip(check.rows, _expected(check), strict=True):
         spec = _sample_row(sequence, 0, None if sequence.not_empty else expected)
-        (token,) = sample(row_logits[None], [spec])
+        (token,) = sample(ops, row_logits[None], [spec])
         if not _append(one, token, vocabulary):
             return False
         if one.tokens[-1].token_id != expected:

@@ -204,6 +204,37 @@ def write_entry(
 
 
 @entry_point
+def read_cells(
+    thread: int, threads: int, sync: Int64Array,
+    cells: Int32Array, head_dim: int, entries: KVArray, scales: Float32Array, out: Float32Array,
+) -> None:  # fmt: skip
+    """Write what the numbers of some cells stand for to ``out``; run by all threads of a pool.
+
+    Args:
+        thread, threads, sync: see ``thread_pool``.
+        cells: int32 [n], numbers of entries.
+        head_dim: elements of an entry.
+        entries, scales: of the KV cache.
+        out: float32 [n * head_dim].
+    """
+    for number in range(len(cells) * thread // threads, len(cells) * (thread + 1) // threads):
+        at, cell = number * head_dim, int(cells[number])
+        factor = splat(scales[cell] if is_quantized(entries) else np.float32(1.0))
+        for d in range(0, head_dim, LANES):
+            store(out, at + d, multiply(load_entry(entries, cell * head_dim + d), factor))
+
+
+@entry_point
+def write_cells(
+    thread: int, threads: int, sync: Int64Array,
+    cells: Int32Array, head_dim: int, numbers: Float32Array, entries: KVArray, scales: Float32Array,
+) -> None:  # fmt: skip
+    """Round ``numbers`` [n * head_dim] to some cells; the other arguments as in ``read_cells``."""
+    for number in range(len(cells) * thread // threads, len(cells) * (thread + 1) // threads):
+        write_entry(numbers, number * head_dim, head_dim, entries, scales, int(cells[number]))
+
+
+@entry_point
 def rotate_cells(
     thread: int, threads: int, sync: Int64Array,
     cells: Int32Array, turns: Int32Array, cos: Float32Array, sin: Float32Array, head_dim: int,

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import random
 import sysconfig
@@ -16,7 +17,7 @@ from midfill.models.tokens.tokenizer import Tokenizer
 _MANIFEST = "*/manifest.jsonl"
 
 _LIBRARIES = ("numba", "numpy", "torch")
-"""Libraries that midfill always needs and that no shipped adapter was trained on."""
+"""Libraries that no shipped adapter was trained on; midfill always needs all but the last."""
 
 
 def standard_library_documents(
@@ -66,6 +67,8 @@ def unseen_documents(
     seen = trained_hashes()
     versions, paths = [], []
     for name in _LIBRARIES:
+        if importlib.util.find_spec(name) is None:
+            continue
         distribution = importlib.metadata.distribution(name)
         versions.append(f"{name} {distribution.version}")
         files = (file for file in distribution.files or () if file.suffix == ".py")

@@ -7,6 +7,7 @@ from midfill.errors import InvalidRequestError
 from midfill.methods.calibration import Tables
 from midfill.methods.registry import check_name, make_options
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.system.extras import require
 from midfill.system.progress import Progress
 
 CALIBRATORS = {
@@ -17,6 +18,8 @@ CALIBRATORS = {
     "minference": "PatternSearch",
 }
 """Class of each method's ``Calibrator``, in this folder's module of the method's name."""
+
+_NEED_TORCH = ("duoattention", "minference")
 
 
 class CalibrationWork(Protocol):
@@ -71,9 +74,12 @@ def load_calibrator(name: str) -> type[Any]:
 
     Raises:
         InvalidRequestError: the method needs no calibration.
+        MidfillError: it needs torch, which is not installed.
     """
     if name not in CALIBRATORS:
         raise InvalidRequestError(f"{name} needs no calibration", param="method")
+    if name in _NEED_TORCH:
+        require(f"calibrating {name}", ["torch"], extra="torch")
     module = importlib.import_module(f"{__package__}.{name}")
     calibrator: type[Any] = getattr(module, CALIBRATORS[name])
     return calibrator

@@ -137,7 +137,8 @@ def _set_rope_frequencies(model: nn.Module, config: ModelConfig) -> None:
 
     They are constant. With dynamic scaling, transformers' own would depend on the row's length.
     """
-    frequencies, factor = rope_frequencies(config)
+    numbers, factor = rope_frequencies(config)
+    frequencies = torch.from_numpy(numbers)
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             module.register_buffer("inv_freq", frequencies, persistent=False)

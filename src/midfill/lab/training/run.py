@@ -27,11 +27,9 @@ from midfill.lab.training.stream import TrainingStream
 from midfill.lab.training.trainer import LOSS_LOG, Trainer, resolve_precision
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.lora_update import DEFAULT_ROUNDING, Rounding
-from midfill.system.extras import require
 from midfill.system.files import write_file
 from midfill.version import __version__
 
-_LIBRARIES = ("transformers", "accelerate", "peft")
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<EOT>", "</s>")
 _MAX_NAMED_TOKENS = 24  # spare tokens named in an error; some models have hundreds
 
@@ -76,15 +74,6 @@ class TrainingRun:
     checkpoint: Checkpoint
     inputs: RunInputs
     trainer: Trainer
-
-
-def require_libraries() -> None:
-    """Check that the libraries that only training needs are installed.
-
-    Raises:
-        MidfillError: one is missing; the message says how to install it.
-    """
-    require("training", _LIBRARIES, extra="train")
 
 
 def prepare_run(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInputs) -> TrainingRun:

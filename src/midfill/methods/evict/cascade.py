@@ -29,7 +29,6 @@ from midfill.methods.evict.method import SequenceKeys
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.layer_rows import LayerRows
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.threads import one_thread
 
 
 class LayerTrimmer(Protocol):
@@ -226,8 +225,7 @@ class Cascade:
         layer = rows.next_layer
         if layer and self._failure is None:
             try:
-                with one_thread():
-                    self._trim(rows, layer - 1)
+                self._trim(rows, layer - 1)
             except Exception as failure:
                 self._failure = failure
         assert self._places is not None

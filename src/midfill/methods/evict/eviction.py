@@ -23,7 +23,6 @@ from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
 from midfill.methods.evict.state import CompressionState
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.threads import one_thread
 
 
 class Eviction:
@@ -52,9 +51,8 @@ class Eviction:
         """
         while (block := state.take_block(computed)) is not None:
             end, queries = block
-            with one_thread():
-                seen = self.full_layers.keys(self._keys(kv, end))
-                state.compressor.observe(seen, queries)
+            seen = self.full_layers.keys(self._keys(kv, end))
+            state.compressor.observe(seen, queries)
 
     def evict(self, state: CompressionState, kv: SequenceKV, point: int) -> bool:
         """Have a method decide, and do what it decides.
@@ -70,8 +68,7 @@ class Eviction:
         """
         keys = self._keys(kv, point)
         seen = self.full_layers.keys(keys)
-        with one_thread():
-            selection = state.compressor.select(seen, state.take())
+        selection = state.compressor.select(seen, state.take())
         state.pass_point(point)
         if selection is None:
             return True

@@ -5,7 +5,6 @@ thing: what the last rows of a prompt (the observation window) attend to.
 """
 
 import numpy as np
-import torch
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.methods.evict.method import SequenceKeys
@@ -39,7 +38,25 @@ def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Floa
     Returns:
         float32 [query heads of the KV head, rows, n]; see ``window_attention``.
     """
-    weights: Float32Array = _weights(keys, queries, head).numpy()
+    config = keys.config
+    group = config.query_heads // config.kv_heads
+    layer, kv_head = divmod(head, config.kv_heads)
+    rows, window = queries.shape[1], config.window_of(layer)
+    found = keys.read_keys(head)
+    own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
+    scaled = own.reshape(group * rows, -1) * np.float32(config.score_scale)
+    count = len(found)
+    weights: Float32Array = np.matmul(scaled, found.T).reshape(group, rows, count)
+    # All rows see the keys before the first row's, unless a window hides them.
+    first = count - rows if window is None else 0
+    row, key = np.arange(count - rows, count)[:, None], np.arange(first, count)
+    hidden = key > row
+    if window is not None:
+        hidden |= key <= row - window
+    weights[:, :, first:][:, hidden] = -np.inf
+    weights -= weights.max(axis=-1, keepdims=True)
+    np.exp(weights, out=weights)
+    weights /= weights.sum(axis=-1, keepdims=True)
     return weights
 
 
@@ -52,30 +69,8 @@ def received_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> 
     Returns:
         float32 [n]: the sum of ``head_attention`` over query heads and rows.
     """
-    weights = _weights(keys, queries, head)
-    received: Float32Array = weights.flatten(0, 1).sum(0).numpy()
+    received: Float32Array = head_attention(keys, queries, head).sum(axis=(0, 1))
     return received
-
-
-def _weights(keys: SequenceKeys, queries: Float32Array, head: int) -> torch.Tensor:
-    """Return ``head_attention``; torch computes a softmax in one pass."""
-    config = keys.config
-    group = config.query_heads // config.kv_heads
-    layer, kv_head = divmod(head, config.kv_heads)
-    rows, window = queries.shape[1], config.window_of(layer)
-    found = keys.read_keys(head)
-    own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
-    scaled = torch.from_numpy(own.reshape(group * rows, -1) * np.float32(config.score_scale))
-    scores = (scaled @ torch.from_numpy(found).T).view(group, rows, -1)
-    count = len(found)
-    # All rows see the keys before the first row's, unless a window hides them.
-    first = count - rows if window is None else 0
-    row, key = torch.arange(count - rows, count)[:, None], torch.arange(first, count)
-    hidden = key > row
-    if window is not None:
-        hidden |= key <= row - window
-    scores[:, :, first:].masked_fill_(hidden, -torch.inf)
-    return torch.softmax(scores, dim=-1)
 
 
 def average_pool(scores: Float32Array, kernel: int) -> Float32Array:
@@ -83,18 +78,22 @@ def average_pool(scores: Float32Array, kernel: int) -> Float32Array:
 
     Beyond the ends there are zeros, which count.
     """
-    rows = torch.from_numpy(scores.reshape(-1, scores.shape[-1]))
-    pooled = torch.nn.functional.avg_pool1d(rows, kernel, stride=1, padding=kernel // 2)
-    mean: Float32Array = pooled.numpy().reshape(scores.shape)
-    return mean
+    neighbours = _neighbours(scores, kernel, np.float32(0.0))
+    total = sum(neighbours[1:], start=neighbours[0])
+    return total / np.float32(kernel)
 
 
 def max_pool(scores: Float32Array, kernel: int) -> Float32Array:
     """Return the largest of each score [..., n] and its neighbours: ``kernel`` in all, odd."""
-    rows = torch.from_numpy(scores.reshape(-1, scores.shape[-1]))
-    pooled = torch.nn.functional.max_pool1d(rows, kernel, stride=1, padding=kernel // 2)
-    largest: Float32Array = pooled.numpy().reshape(scores.shape)
+    largest: Float32Array = np.maximum.reduce(_neighbours(scores, kernel, np.float32(-np.inf)))
     return largest
+
+
+def _neighbours(scores: Float32Array, kernel: int, beyond: np.float32) -> list[Float32Array]:
+    """Return [..., n] scores moved by -kernel // 2 to kernel // 2; ``beyond`` lies at the ends."""
+    sides = [(0, 0)] * (scores.ndim - 1) + [(kernel // 2, kernel // 2)]
+    padded = np.pad(scores, sides, constant_values=beyond)
+    return [padded[..., at : at + scores.shape[-1]] for at in range(kernel)]
 
 
 def group_mean(scores: Float32Array, kv_heads: int) -> Float32Array:

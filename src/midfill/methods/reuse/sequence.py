@@ -23,9 +23,8 @@ all others these answers can depend on what was asked before.
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from midfill.arrays import Int32Array, Int64Array
+from midfill.arrays import Int32Array, Int64Array, RunnerArray
 from midfill.kv.branches import Branch, Branches
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import CachedPrefix, CachedText
@@ -46,7 +45,6 @@ from midfill.methods.sequence_method import (
 )
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.threads import one_thread
 
 _MIN_SAVED_ROWS = 32  # a prompt is blended if that saves so many rows through all layers, or more
 _MAX_SOURCE_TOKENS = 32_768
@@ -62,7 +60,7 @@ class _Blend:
         copied: [n] int64, numbers of the copied tokens.
         reference: their KV in the check layer, as it was copied.
         shallow: number of the next token to run through the first layers.
-        hidden: hidden rows after the check layer, as they were computed; one tensor per call.
+        hidden: hidden rows after the check layer, as they were computed; one array per call.
         rows: [n] int64, numbers of the tokens to run through the layers above; None before the
             method has chosen.
         deep: how many of them have run.
@@ -72,7 +70,7 @@ class _Blend:
     copied: Int64Array
     reference: LayerKV
     shallow: int
-    hidden: list[torch.Tensor] = field(default_factory=list)
+    hidden: list[RunnerArray] = field(default_factory=list)
     rows: Int64Array | None = None
     deep: int = 0
 
@@ -139,8 +137,7 @@ class BlendedSequence(SequenceMethod):
         kept_layers = (copied - method.recomputed(copied)) * (layers - method.check_layer - 1)
         if not runs or kept_layers < _MIN_SAVED_ROWS * layers:
             return nothing
-        with one_thread():
-            reference = self._copy(kv, runs, texts, method.check_layer)
+        reference = self._copy(kv, runs, texts, method.check_layer)
         numbers = np.concatenate([np.arange(run.start, run.end) for run in runs])
         self._blend = _Blend(runs[-1].end, numbers, reference, first)
         base = sequence.tokens[: kv.shared]
@@ -170,7 +167,7 @@ class BlendedSequence(SequenceMethod):
         while blend.deep < len(blend.rows) and budget > 0:
             count = max(min(len(blend.rows) - blend.deep, _MAX_ROWS, budget // cost), 1)
             rows = blend.rows[blend.deep : blend.deep + count]
-            hidden = blend.hidden[0][blend.deep : blend.deep + count].contiguous()
+            hidden = blend.hidden[0][blend.deep : blend.deep + count]
             self._run(sequence, rows, hidden, first_deep, layers)
             blend.deep += count
             budget -= count * cost
@@ -202,25 +199,23 @@ class BlendedSequence(SequenceMethod):
 
     def _select(self, blend: _Blend, kv: SequenceKV, first: int) -> None:
         """Have the method choose, and keep the hidden rows that run on."""
-        with one_thread():
-            computed = self._read(kv.slots[blend.copied], self._method.check_layer)
-            chosen = self._method.select(blend.reference, computed)
+        computed = self._read(kv.slots[blend.copied], self._method.check_layer)
+        chosen = self._method.select(blend.reference, computed)
         runs_on = np.ones(blend.end - first, bool)
         runs_on[blend.copied - first] = False
         runs_on[blend.copied[chosen] - first] = True
         kept = np.flatnonzero(runs_on)
-        hidden = torch.cat(blend.hidden)
-        blend.hidden = [hidden[torch.from_numpy(kept).to(hidden.device)]]
+        blend.hidden = [self._shared.runner.join(blend.hidden)[kept]]
         blend.rows = kept + first
 
     def _run(
         self,
         sequence: SequenceView,
         rows: Int64Array,
-        hidden: torch.Tensor | None,
+        hidden: RunnerArray | None,
         first: int,
         end: int,
-    ) -> torch.Tensor:
+    ) -> RunnerArray:
         """Run rows through some layers; None embeds them first. Returns the hidden rows."""
         assert sequence.kv is not None
         seen = int(rows[-1]) + 1

@@ -17,9 +17,8 @@ Rows that the check for an empty answer runs are taken back, so they revive noth
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from midfill.arrays import BoolArray, Float32Array, Int32Array
+from midfill.arrays import BoolArray, Float32Array, Int32Array, RunnerArray
 from midfill.errors import InvalidRequestError
 from midfill.kv.ragged import cells_of_slots
 from midfill.methods.evict.method import SequenceKeys
@@ -35,7 +34,6 @@ from midfill.methods.sequence_method import (
 )
 from midfill.runners.forward.layer_rows import LayerRows, RowChanges
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.threads import one_thread
 
 
 class RowPruning(SequenceMethod):
@@ -67,7 +65,7 @@ class RowPruning(SequenceMethod):
         self._after = method.pruning_layers(runner.config)
         self._stops = tuple(sorted({*(layer + 1 for layer in self._after), runner.config.layers}))
         self.frontier: Int32Array = np.zeros(sequence.max_length, np.int32)
-        self._aside: torch.Tensor | None = None
+        self._aside: RunnerArray | None = None
         self._slots: Int32Array = np.zeros(0, np.int32)
         self._fixed = False
 
@@ -152,8 +150,7 @@ class RowPruning(SequenceMethod):
         cells = cells_of_slots(self._slots[active], config.kv_heads, self._runner.slots)
         cells += np.int32(layer * config.kv_heads * self._runner.slots)
         keys = SequenceKeys(config, list(cells), self._runner.cells)
-        with one_thread():
-            total = sum(received_attention(keys, queries, head) for head in range(config.kv_heads))
+        total = sum(received_attention(keys, queries, head) for head in range(config.kv_heads))
         mean: Float32Array = np.asarray(total) / (config.query_heads * queries.shape[1])
         return mean
 
@@ -163,15 +160,12 @@ class RowPruning(SequenceMethod):
         if goes_on.all():
             return
         assert rows.hidden is not None
-        if self._aside is None:
-            self._aside = rows.hidden.new_empty(self._prompt, rows.hidden.shape[1])
+        if self._aside is None:  # all rows of the prompt are here
+            self._aside = rows.hidden[np.arange(self._prompt)]
         gone = rows.numbers[~goes_on]
         self.frontier[gone] = layer
-        places, leaving = (torch.from_numpy(one) for one in (gone, np.flatnonzero(~goes_on)))
-        with one_thread():
-            device = rows.hidden.device
-            self._aside[places.long().to(device)] = rows.hidden[leaving.to(device)]
-            rows.take(np.flatnonzero(goes_on))
+        self._aside[gone.astype(np.int64)] = rows.hidden[np.flatnonzero(~goes_on)]
+        rows.take(np.flatnonzero(goes_on))
 
     def _revive(self, rows: LayerRows, kept: Int32Array, layer: int) -> None:
         """Have chosen tokens go on that were put aside here before."""
@@ -179,9 +173,8 @@ class RowPruning(SequenceMethod):
         if not len(missing):
             return
         assert self._aside is not None
-        places = torch.from_numpy(missing).long().to(self._aside.device)
-        with one_thread():
-            rows.add(missing, np.zeros_like(missing), self._aside[places])
+        hidden = self._aside[missing.astype(np.int64)]
+        rows.add(missing, np.zeros_like(missing), hidden, self._runner.join)
 
 
 class PruningKind(PlainLengths):

@@ -1,19 +1,14 @@
 """CpuCells: the CPU kernels' KV cache, cell by cell."""
 
 import numpy as np
-import torch
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.kernels.cpu.bfloat16 import LARGEST
-from midfill.kernels.cpu.kv_cache import KVArray, KVCache, rotate_cells
+from midfill.kernels.cpu.kv_cache import KVArray, KVCache, read_cells, rotate_cells, write_cells
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.runners.forward.cells import CellLayout, StoredCells, UInt8Array
 from midfill.runners.rope import rotations
 
-_LARGEST_HALF = np.float32(65504.0)
-_LARGEST_BFLOAT = np.float32(LARGEST)
-_STEPS = np.float32(127.0)
 _FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16", "int8": "i8"}
 
 
@@ -24,7 +19,7 @@ class CpuCells:
         cache: the KV cache.
         head_dim: elements of a key or value.
         frequencies: float32 [layers, head_dim / 2], radians per position.
-        pool: threads that rotate keys.
+        pool: threads that convert and rotate.
     """
 
     def __init__(
@@ -40,16 +35,22 @@ class CpuCells:
 
     def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:
         """See ``CellStore.read``."""
-        return self.read_keys(cells), _decode(self._values, self._value_scales, cells)
+        return self.read_keys(cells), self._read(self._values, self._value_scales, cells)
 
     def read_keys(self, cells: Int32Array) -> Float32Array:
         """See ``CellStore.read_keys``."""
-        return _decode(self._keys, self._key_scales, cells)
+        return self._read(self._keys, self._key_scales, cells)
 
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
         """See ``CellStore.write``."""
-        _encode(keys, self._keys, self._key_scales, cells)
-        _encode(values, self._values, self._value_scales, cells)
+        for numbers, entries, scales in (
+            (keys, self._keys, self._key_scales),
+            (values, self._values, self._value_scales),
+        ):
+            self._pool.run(
+                write_cells, np.ascontiguousarray(cells), entries.shape[1],
+                np.ascontiguousarray(numbers).reshape(-1), entries.reshape(-1), scales,
+            )  # fmt: skip
 
     def take(
         self,
@@ -88,6 +89,15 @@ class CpuCells:
             shape = (len(cells), *array.shape[1:])
             array[cells] = np.ascontiguousarray(stored).view(array.dtype).reshape(shape)
 
+    def _read(self, entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float32Array:
+        """Return what the numbers of [n] cells stand for: float32 [n, head_dim]."""
+        found = np.empty((len(cells), entries.shape[1]), np.float32)
+        self._pool.run(
+            read_cells, np.ascontiguousarray(cells), entries.shape[1], entries.reshape(-1), scales,
+            found.reshape(-1),
+        )  # fmt: skip
+        return found
+
     def _scales_of(self, scales: Float32Array, cells: Int32Array) -> Float32Array:
         return scales[cells] if self._has_scales else scales
 
@@ -112,37 +122,3 @@ class CpuCells:
 
 def _as_bytes(array: KVArray) -> UInt8Array:
     return array.reshape(len(array), -1).view(np.uint8)
-
-
-def _decode(entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float32Array:
-    found = entries[cells]
-    if found.dtype == np.uint16:
-        # torch converts with vector instructions, NumPy number by number.
-        exact: Float32Array = torch.from_numpy(found.view(np.float16)).float().numpy()
-        return exact
-    if found.dtype == np.int16:
-        upper: Float32Array = (found.astype(np.int32) << 16).view(np.float32)
-        return upper
-    numbers = found.astype(np.float32)
-    return numbers * scales[cells][:, None] if len(scales) else numbers
-
-
-def _encode(
-    numbers: Float32Array, entries: KVArray, scales: Float32Array, cells: Int32Array
-) -> None:
-    """Round as ``kv_cache.write_entry`` does."""
-    if entries.dtype == np.float32:
-        entries[cells] = numbers
-    elif entries.dtype == np.uint16:
-        clipped = np.clip(numbers, -_LARGEST_HALF, _LARGEST_HALF)
-        entries[cells] = clipped.astype(np.float16).view(np.uint16)
-    elif entries.dtype == np.int16:
-        clipped = np.clip(numbers, -_LARGEST_BFLOAT, _LARGEST_BFLOAT)
-        rounded = torch.from_numpy(clipped).to(torch.bfloat16)
-        entries[cells] = rounded.view(torch.int16).numpy()
-    else:
-        span = np.abs(numbers).max(axis=1)
-        scales[cells] = span / _STEPS
-        with np.errstate(divide="ignore"):
-            factor = np.where(span > 0, _STEPS / span, np.float32(0.0)).astype(np.float32)
-        entries[cells] = np.rint(numbers * factor[:, None]).astype(np.int8)

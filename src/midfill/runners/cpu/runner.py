@@ -1,12 +1,11 @@
 """CpuRunner: the model on the CPU, through the compiled kernels."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numba.core.registry import cpu_target
 
 from midfill.config import KvDtype, WeightsOption
@@ -21,7 +20,7 @@ from midfill.kernels.cpu.bfloat16 import has_pair_products
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import forward
 from midfill.kernels.cpu.decoder_data import Batch, Stages
-from midfill.kernels.cpu.jit import compiled_for
+from midfill.kernels.cpu.jit import compiled_folder, compiled_for
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
@@ -38,9 +37,11 @@ from midfill.runners.cpu.autotune import (
     default_tile_rows,
 )
 from midfill.runners.cpu.cells import CpuCells
+from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.cpu.packed_model import PackedModel, block_format, load_packed
 from midfill.runners.cpu.step_memory import StepMemory, StepSize, padded_vocab, usual_size
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.logits import LogitsOps
 from midfill.runners.rope import layer_frequencies
 from midfill.system.machine import available_threads
 from midfill.system.progress import Progress
@@ -121,6 +122,7 @@ class CpuRunner:
         self.kv_format = choose_kv_format(checkpoint, weights, kv_dtype)
         entries = self.config.layers * self.config.kv_heads * slots
         self._kv_cache = KVCache.allocate(self.kv_format, entries, self.config.head_dim)
+        self.logits_ops: LogitsOps = NUMPY_LOGITS
         self._slots = slots
         frequencies = layer_frequencies(self.config)
         self._cells = CpuCells(self._kv_cache, self.config.head_dim, frequencies, self._pool)
@@ -134,7 +136,7 @@ class CpuRunner:
         )
         # Views of the workspace's logits, by their number of rows: making one takes as long as a
         # phase of a small model.
-        self._views: dict[int, torch.Tensor] = {}
+        self._views: dict[int, Float32Array] = {}
         if progress is not None:
             progress("compiling kernels", 0, 1)
         self._forward = self._compile()
@@ -168,29 +170,37 @@ class CpuRunner:
         return f"CPU kernels, {self.threads} thread{'' if self.threads == 1 else 's'}{amx}"
 
     @property
+    def build(self) -> str:
+        return f"cpu {compiled_folder().name}"
+
+    @property
     def threads(self) -> int:
         """Threads that a step runs on."""
         return self._pool.threads
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Float32Array:
         """See ``Runner.forward``."""
         self._run(batch, None, Stages(True, 0, self.config.layers, True))
         return self._logits(len(batch.logit_rows))
 
-    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+    def likeliest_tokens(self, logits: Float32Array) -> list[int]:
         """See ``Runner.likeliest_tokens``: the kernels have found them."""
         tokens: list[int] = self._memory.workspace.likeliest[: len(logits)].tolist()
         return tokens
 
-    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+    def embed(self, batch: ForwardBatch) -> Float32Array:
         """Return the tokens' embeddings: new hidden rows, float32 [rows, hidden]."""
         hidden = aligned_zeros((batch.rows, self.config.hidden), np.float32)
         self._run(batch, hidden, Stages(True, 0, 0, False))
-        return torch.from_numpy(hidden)
+        return hidden
+
+    def join(self, parts: Sequence[Float32Array]) -> Float32Array:
+        """See ``Runner.join``."""
+        return np.concatenate(parts)
 
     def run_layers(
-        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
+        self, batch: ForwardBatch, hidden: Float32Array, first: int, end: int
+    ) -> Float32Array:
         """Run layers first <= i < end, which write K and V of the batch's rows.
 
         Args:
@@ -207,7 +217,7 @@ class CpuRunner:
         self._run(batch, self._checked(batch, hidden), Stages(False, first, end, False))
         return hidden
 
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, batch: ForwardBatch, hidden: Float32Array) -> Float32Array:
         """Return the logits [outputs, vocab] float32 of the rows that want them.
 
         Args:
@@ -267,21 +277,20 @@ class CpuRunner:
             hidden.reshape(-1), self._memory.workspace, stages,
         )  # fmt: skip
 
-    def _checked(self, batch: ForwardBatch, hidden: torch.Tensor) -> Float32Array:
-        """Return a view of hidden rows that a caller passed."""
+    def _checked(self, batch: ForwardBatch, hidden: Float32Array) -> Float32Array:
+        """Return hidden rows that a caller passed."""
         shape = (batch.rows, self.config.hidden)
-        if hidden.shape != shape or hidden.dtype != torch.float32 or not hidden.is_contiguous():
+        if hidden.shape != shape or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
             raise ValueError(f"hidden rows must be float32, contiguous and of shape {shape}")
-        view: Float32Array = hidden.numpy()
-        return view
+        return hidden
 
-    def _logits(self, outputs: int) -> torch.Tensor:
+    def _logits(self, outputs: int) -> Float32Array:
         """Return a view of the logits [outputs, vocab] that the last call left."""
         view = self._views.get(outputs)
         if view is None:
             padded = padded_vocab(self.config)
             logits = self._memory.workspace.logits[: outputs * padded].reshape(outputs, padded)
-            view = self._views[outputs] = torch.from_numpy(logits[:, : self.config.vocab])
+            view = self._views[outputs] = logits[:, : self.config.vocab]
         return view
 
     def _prepare(self, batch: ForwardBatch) -> Batch:

@@ -76,6 +76,23 @@ class SpanLists:
         spans = np.stack((np.zeros_like(ends), ends), axis=1).repeat(heads, axis=0)
         return cls(np.arange(len(spans) + 1, dtype=np.int32), spans.astype(np.int32))
 
+    def mask(self, rows: int, keys: int) -> BoolArray:
+        """Return which keys each row attends to: [query_heads, rows, keys] bool, causal.
+
+        Args:
+            rows: how many there are.
+            keys: how many the last row sees.
+        """
+        blocks = query_blocks(rows)
+        heads = (len(self.indptr) - 1) // blocks
+        listed = np.zeros((heads, rows, keys), bool)
+        for unit in range(blocks * heads):
+            block, head = divmod(unit, heads)
+            for start, end in self.spans[self.indptr[unit] : self.indptr[unit + 1]]:
+                listed[head, block * QUERY_BLOCK : (block + 1) * QUERY_BLOCK, start:end] = True
+        listed &= np.tri(rows, keys, keys - rows, dtype=bool)
+        return listed
+
 
 class LayerProbe(Protocol):
     """What a lister may look at: a request's rotated queries and its keys in one layer.

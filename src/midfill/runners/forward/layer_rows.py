@@ -9,12 +9,12 @@ join, implements ``RowChanges``: the pass stops before the layers it names, and 
 and ``add``. ``keys`` says which tokens the rows attend to from there on.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
-from midfill.arrays import Float32Array, Int32Array, Int64Array
+from midfill.arrays import Float32Array, Int32Array, Int64Array, RunnerArray
 
 
 class LayerRows:
@@ -62,7 +62,7 @@ class LayerRows:
         self.end = first + len(token_ids)
         self.numbers: Int32Array = np.arange(self.first, self.end, dtype=np.int32)
         self.token_ids = token_ids
-        self.hidden: torch.Tensor | None = None
+        self.hidden: RunnerArray | None = None
         self.next_layer = 0
         self.keys: Int32Array | None = None
         self.slots: Int32Array | None = None
@@ -90,23 +90,29 @@ class LayerRows:
         """
         self.numbers, self.token_ids = self.numbers[rows], self.token_ids[rows]
         if self.hidden is not None:
-            self.hidden = self.hidden[torch.from_numpy(rows).to(self.hidden.device)]
+            self.hidden = self.hidden[rows]
 
-    def add(self, numbers: Int32Array, token_ids: Int32Array, hidden: torch.Tensor) -> None:
+    def add(
+        self,
+        numbers: Int32Array,
+        token_ids: Int32Array,
+        hidden: RunnerArray,
+        join: Callable[[Sequence[RunnerArray]], RunnerArray],
+    ) -> None:
         """Have rows join, before the next layer.
 
         Args:
             numbers: [n] int32, which tokens they are; none has a row.
             token_ids: [n] int32.
             hidden: [n, hidden], as the layer before left it.
+            join: the runner's, see ``Runner.join``.
         """
         assert self.hidden is not None
         joined = np.concatenate((self.numbers, numbers))
         order = np.argsort(joined, kind="stable")
         self.numbers = joined[order]
         self.token_ids = np.concatenate((self.token_ids, token_ids))[order]
-        both = torch.cat((self.hidden, hidden))
-        self.hidden = both[torch.from_numpy(order).to(both.device)]
+        self.hidden = join((self.hidden, hidden))[order]
 
     def keep_queries(self, first_layer: int, layers: int, queries: Float32Array) -> None:
         """Keep the observed rows' queries of some layers.

@@ -1,26 +1,29 @@
 """Runner: the engine's view of a model. It owns the weights and the KV cache of all slots."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
-from midfill.arrays import Float32Array
+from midfill.arrays import Float32Array, RunnerArray
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.cells import CellStore
+from midfill.runners.forward.logits import LogitsOps
 
 
 class Runner(Protocol):
     """Runs forward passes over packed batches.
 
     A runner holds the KV of ``slots`` slots and knows nothing about requests: the engine decides
-    which slots a row reads and writes.
+    which slots a row reads and writes. Logits and hidden rows are arrays of the runner's own type,
+    where it keeps them; what else has to be done with them, it does.
 
     Attributes:
         config: the model's shapes.
+        logits_ops: what sampling asks of its logits.
     """
 
     config: ModelConfig
+    logits_ops: LogitsOps
 
     @property
     def slots(self) -> int:
@@ -39,16 +42,20 @@ class Runner(Protocol):
         """What runs the model, in words: "CPU kernels, 2 threads"."""
 
     @property
+    def build(self) -> str:
+        """The code that computes: KV of runners of one build has the same bits."""
+
+    @property
     def cells(self) -> CellStore:
         """The KV cache, cell by cell."""
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> RunnerArray:
         """Write K and V of the batch to its slots; return logits [outputs, vocab] float32.
 
-        The next call may overwrite the returned tensor.
+        The next call may overwrite the returned array.
         """
 
-    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+    def likeliest_tokens(self, logits: RunnerArray) -> list[int]:
         """Return the token of each row's largest logit, of equal ones the first.
 
         Args:
@@ -58,7 +65,7 @@ class Runner(Protocol):
             One token id per row; -1 may stand where one of its logits isn't finite.
         """
 
-    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+    def embed(self, batch: ForwardBatch) -> RunnerArray:
         """Return the tokens' embeddings: new hidden rows [rows, hidden], the caller's own.
 
         With ``run_layers`` and ``compute_logits``, a step runs in parts: ``forward`` is ``embed``,
@@ -67,9 +74,12 @@ class Runner(Protocol):
         (``ForwardBatch.visible_slots`` where they don't follow one another).
         """
 
+    def join(self, parts: Sequence[RunnerArray]) -> RunnerArray:
+        """Return hidden rows, one part below the other, as an array of their own."""
+
     def run_layers(
-        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
+        self, batch: ForwardBatch, hidden: RunnerArray, first: int, end: int
+    ) -> RunnerArray:
         """Run layers first <= i < end, which write K and V of the batch's rows.
 
         Args:
@@ -81,10 +91,10 @@ class Runner(Protocol):
             The hidden rows, as layer end - 1 leaves them.
         """
 
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, batch: ForwardBatch, hidden: RunnerArray) -> RunnerArray:
         """Return the logits [outputs, vocab] float32 of hidden rows that left the last layer.
 
-        The next call may overwrite the returned tensor.
+        The next call may overwrite the returned array.
         """
 
     def observed_queries(

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from midfill.arrays import BoolArray, Float32Array, Int32Array
+from midfill.arrays import Float32Array, Int32Array
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.runners.forward.attention import (
     QUERY_BLOCK,
     AttentionPlan,
     KeyLister,
-    SpanLists,
-    query_blocks,
 )
 from midfill.runners.forward.batch import ForwardBatch
 
@@ -177,7 +175,7 @@ def _listed(
     rows, head_dim = q.shape[0], q.shape[-1]
     probe = TorchProbe(layer, q.reshape(rows, -1, head_dim), k.transpose(0, 1), scale)
     lists = lister.plan(probe)
-    mask = torch.from_numpy(list_mask(lists, rows, k.shape[1])).to(scores.device)
+    mask = torch.from_numpy(lists.mask(rows, k.shape[1])).to(scores.device)
     blocks = np.diff(lists.indptr).reshape(-1, probe.query_heads)
     lengths = np.add.reduceat(
         np.append(lists.spans[:, 1] - lists.spans[:, 0], 0), lists.indptr[:-1]
@@ -270,25 +268,6 @@ def _prepare_cells(index: RaggedIndex, kv_heads: int, device: torch.device) -> P
         kept=torch.from_numpy(counts.reshape(-1, kv_heads, 1)).to(device, torch.int64),
         terms=torch.from_numpy(np.stack(padded[1:]).reshape(3, *shape)).to(device),
     )
-
-
-def list_mask(lists: SpanLists, rows: int, keys: int) -> BoolArray:
-    """Return which keys each row attends to: [query_heads, rows, keys] bool, causal.
-
-    Args:
-        lists: of the rows.
-        rows: how many there are.
-        keys: how many the last row sees.
-    """
-    blocks = query_blocks(rows)
-    heads = (len(lists.indptr) - 1) // blocks
-    listed = np.zeros((heads, rows, keys), bool)
-    for unit in range(blocks * heads):
-        block, head = divmod(unit, heads)
-        for start, end in lists.spans[lists.indptr[unit] : lists.indptr[unit + 1]]:
-            listed[head, block * QUERY_BLOCK : (block + 1) * QUERY_BLOCK, start:end] = True
-    listed &= np.tri(rows, keys, keys - rows, dtype=bool)
-    return listed
 
 
 class TorchProbe:

@@ -1,15 +1,19 @@
 """TorchRunner: the model through plain torch, on CUDA or as the reference on the CPU."""
 
+from collections.abc import Sequence
+
 import torch
 
-from midfill.arrays import Float32Array
+from midfill.arrays import Float32Array, RunnerArray
 from midfill.errors import OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.likeliest import likeliest_tokens
+from midfill.runners.forward.logits import LogitsOps, likeliest_tokens
 from midfill.runners.rope import layer_frequencies
 from midfill.runners.torch.cells import TorchCells
 from midfill.runners.torch.decoder import Decoder, KVCache
+from midfill.runners.torch.logits import TorchLogits
 from midfill.runners.torch.weights import load_weights
 
 
@@ -40,6 +44,7 @@ class TorchRunner:
     ) -> None:
         self.config = checkpoint.config
         target = _find_device(device)
+        self.logits_ops: LogitsOps = NUMPY_LOGITS if target.type == "cpu" else TorchLogits()
         weights = load_weights(checkpoint, target, dtype)
         kv_cache = KVCache.empty(self.config, slots, target, dtype)
         self.decoder = Decoder(self.config, weights, kv_cache)
@@ -66,14 +71,18 @@ class TorchRunner:
     def description(self) -> str:
         return f"PyTorch on {self.decoder.device}"
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """See ``Runner.forward``; the logits are on the runner's device."""
+    @property
+    def build(self) -> str:
+        return f"torch {torch.__version__} {self.description}"
+
+    def forward(self, batch: ForwardBatch) -> RunnerArray:
+        """See ``Runner.forward`` and ``compute_logits``."""
         hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
 
-    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+    def likeliest_tokens(self, logits: RunnerArray) -> list[int]:
         """See ``Runner.likeliest_tokens``."""
-        return likeliest_tokens(logits)
+        return likeliest_tokens(self.logits_ops, logits)
 
     def observed_queries(
         self, batch: ForwardBatch, first: int = 0, end: int | None = None
@@ -95,10 +104,18 @@ class TorchRunner:
         """Run layers first <= i < end; see ``Decoder.run_layers``."""
         return self.decoder.run_layers(self.decoder.prepare(batch, first), hidden, first, end)
 
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Runner.join``."""
+        return torch.cat(list(parts))
+
     @torch.inference_mode()
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [outputs, vocab] float32 of the rows that want them."""
-        return self.decoder.compute_logits(batch, hidden)
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> RunnerArray:
+        """Return the logits [outputs, vocab] float32 of the rows that want them.
+
+        They stay on the runner's device; on the CPU, they are an array of NumPy.
+        """
+        logits = self.decoder.compute_logits(batch, hidden)
+        return logits.numpy() if logits.device.type == "cpu" else logits
 
 
 def _find_device(name: str) -> torch.device:

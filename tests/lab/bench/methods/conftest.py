@@ -19,7 +19,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def session(tiny_model: str) -> Iterator["MethodSession"]:
-    from midfill.lab.bench.methods.session import MethodSession  # here: it needs torch
+    from midfill.lab.bench.methods.session import MethodSession
 
     one = MethodSession(tiny_model, threads=1)
     yield one

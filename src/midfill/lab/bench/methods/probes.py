@@ -18,8 +18,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
+from midfill.arrays import Float32Array
 from midfill.lab.bench.documents import unseen_documents
 from midfill.lab.bench.methods.results import Score, Task
 from midfill.lab.bench.methods.session import MethodSession
@@ -51,7 +52,7 @@ class Probe:
 
 
 def score_probe(
-    session: MethodSession, probe: Probe, method: str, full: torch.Tensor
+    session: MethodSession, probe: Probe, method: str, full: Float32Array
 ) -> list[Score]:
     """Return the score of each of a probe's answers under a method.
 
@@ -64,27 +65,27 @@ def score_probe(
     return _scores(probe, read_probe(session, probe, method), full)
 
 
-def read_probe(session: MethodSession, probe: Probe, method: str) -> torch.Tensor:
+def read_probe(session: MethodSession, probe: Probe, method: str) -> Float32Array:
     """Return the distributions of all tokens from the first answer's first one on."""
     first = probe.answers[0][0]
     return session.log_likelihoods(probe.tokens, method, probe.compress_after, first)
 
 
-def _scores(probe: Probe, found: torch.Tensor, full: torch.Tensor) -> list[Score]:
+def _scores(probe: Probe, found: Float32Array, full: Float32Array) -> list[Score]:
     first = probe.answers[0][0]
     scores = []
     for start, end in probe.answers:
         rows, expected = found[start - first : end - first], full[start - first : end - first]
-        answer = torch.tensor(probe.tokens[start:end])
-        top = rows.argmax(dim=-1)
-        divergence = (expected.exp() * (expected - rows)).sum(dim=-1)
+        answer = np.array(probe.tokens[start:end])
+        top = rows.argmax(axis=-1)
+        divergence = (np.exp(expected) * (expected - rows)).sum(axis=-1)
         scores.append(
             Score(
                 tokens=end - start,
                 likeliest=bool((top == answer).all()),
-                logprob=float(rows.gather(1, answer[:, None]).mean()),
+                logprob=float(rows[np.arange(len(answer)), answer].mean()),
                 divergence=max(float(divergence.mean()), 0.0),
-                agreement=float((top == expected.argmax(dim=-1)).float().mean()),
+                agreement=float((top == expected.argmax(axis=-1)).mean()),
             )
         )
     return scores

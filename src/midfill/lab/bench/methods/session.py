@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
+import numpy as np
 
+from midfill.arrays import Float32Array, RunnerArray
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
@@ -20,6 +21,7 @@ from midfill.methods.method import Method
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 
 NO_METHODS: Mapping[str, Method] = {}
@@ -129,7 +131,7 @@ class MethodSession:
 
     def log_likelihoods(
         self, tokens: Sequence[int], method: str, compress_after: int, score_from: int
-    ) -> torch.Tensor:
+    ) -> Float32Array:
         """Return the distributions of some of a prompt's tokens, given what a method keeps.
 
         Args:
@@ -149,7 +151,7 @@ class MethodSession:
         )
         self._engine.add(request)
         self._run()
-        rows, self._tap.rows = torch.cat(self._tap.rows), None
+        rows, self._tap.rows = np.concatenate(self._tap.rows), None
         return rows[: len(tokens) - score_from]  # the last row is the answer's
 
     def hold(self, tokens: Sequence[int], method: str, decoded: int, *, cold: bool) -> Holding:
@@ -234,22 +236,22 @@ class _LogitsTap:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.rows: list[torch.Tensor] | None = None
+        self.rows: list[Float32Array] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> RunnerArray:
         """See ``Runner.forward``."""
         return self._kept(self._runner.forward(batch))
 
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, batch: ForwardBatch, hidden: RunnerArray) -> RunnerArray:
         """See ``Runner.compute_logits``."""
         return self._kept(self._runner.compute_logits(batch, hidden))
 
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+    def _kept(self, logits: RunnerArray) -> RunnerArray:
         if self.rows is not None and len(logits):
-            self.rows.append(logits.float().log_softmax(dim=-1).cpu())
+            self.rows.append(log_softmax(self._runner.logits_ops.to_numpy(logits)))
         return logits
 
 

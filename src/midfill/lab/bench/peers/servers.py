@@ -207,7 +207,7 @@ def launch_midfill(
         speculation: whether it drafts tokens, as it does by default.
         kinds: of loads to measure on it; "decode" alone is a server of its own.
     """
-    from midfill.runners.cpu.runner import multiplies_bfloat16  # loads torch
+    from midfill.runners.cpu.runner import multiplies_bfloat16
 
     decode_alone = kinds == ("decode",)
     flags = ["--threads", str(room.threads), "--adapter", "none"]
