@@ -132,7 +132,7 @@ def measure_precision(
     variants = distinct(checkpoint, variants)
     texts, source = _windows(checkpoint, tokens, window)
     runners = {
-        each: CpuRunner(
+        each: CpuRunner.load(
             checkpoint, slots=window, threads=threads, weights=each.weights, kv_dtype=each.kv
         )
         for each in (REFERENCE, *variants)

@@ -27,7 +27,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Checkpoint) -> CpuRunner:
-    return CpuRunner(checkpoint, slots=900)
+    return CpuRunner.load(checkpoint, slots=900)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def make_runner(request: pytest.FixtureRequest, folder: Path) -> Callable[[int],
     def make(slots: int) -> Runner:
         if request.param == "torch":
             return torch_runner(checkpoint, slots=slots)
-        return CpuRunner(checkpoint, slots=slots, threads=1, weights="f32")
+        return CpuRunner.load(checkpoint, slots=slots, threads=1, weights="f32")
 
     return make
 

@@ -84,7 +84,7 @@ def test_on_the_cpu_kernels_no_bit_changes(tmp_path: Path) -> None:
     sampled = sampling(temperature=0.9, seed=3, logprobs=2)
 
     def answer(*names: str) -> Answers:
-        runner = CpuRunner(checkpoint, slots=512, threads=1)
+        runner = CpuRunner.load(checkpoint, slots=512, threads=1)
         return serve(build_engine(runner), [request(name, tokens, sampled) for name in names])
 
     alone = answer("a")["a", 0]

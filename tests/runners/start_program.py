@@ -21,7 +21,7 @@ PROMPT, ANSWER = 70, 30
 def main() -> None:
     folder, threads = Path(sys.argv[1]), int(sys.argv[2])
     doing: set[str] = set()
-    runner = CpuRunner(
+    runner = CpuRunner.load(
         open_checkpoint(folder), slots=PROMPT + ANSWER, threads=threads or None, weights="q8",
         progress=lambda what, done, total: doing.add(what),
     )  # fmt: skip

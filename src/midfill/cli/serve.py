@@ -46,7 +46,13 @@ def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") ->
 
     with without_collections():
         from midfill.cli.progress import show_progress
-        from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+        from midfill.engine.messages import Prepare
+        from midfill.models.checkpoints.model_store import (
+            DEFAULT_MODEL,
+            awaits_download,
+            resolve,
+            resolve_adapter,
+        )
         from midfill.serving.server.run import run_server
         from midfill.system.logs import configure_logs
 
@@ -56,6 +62,8 @@ def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") ->
     adapter = resolve_adapter(model, engine.adapter)
     engine = structs.replace(engine, adapter=None if adapter is None else str(adapter))
     options = ServeOptions(model=model, options=engine, **served)
+    if awaits_download(model):
+        process.send(Prepare(engine))
     with ExitStack() as shown:
         progress = shown.enter_context(show_progress(_log.info))
         path = resolve(model, progress)

@@ -39,8 +39,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     method: str = "none"
 
 
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """To the engine, before ``Start``: the model isn't here yet; do what needs none."""
+
+    options: ModelOptions
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """To the engine, its first message: load the checkpoint at this path."""
+    """To the engine, its first message but for ``Prepare``: load the checkpoint at this path."""
 
     path: str
     options: ModelOptions
@@ -210,7 +216,7 @@ class TransferRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Start | Submit | Cancel | ExportKv | ImportKv | FindKv | EndTransfer | Ping
+ToEngine = Prepare | Start | Submit | Cancel | ExportKv | ImportKv | FindKv | EndTransfer | Ping
 FromEngine = (
     Loading
     | Ready

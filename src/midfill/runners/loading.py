@@ -4,10 +4,12 @@ import math
 
 from midfill.config import ModelOptions
 from midfill.errors import MidfillError, OptionError
+from midfill.kernels.cpu.kv_cache import KVFormat
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
+from midfill.runners.cpu.compile_ahead import compile_ahead
 from midfill.runners.cpu.packed_model import unsupported_reason
-from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes
+from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes, usual_kv_format
 from midfill.runners.forward.runner import Runner
 from midfill.system.extras import require
 from midfill.system.machine import available_memory, has_gpu_driver
@@ -59,7 +61,7 @@ def load_runner(
     free = available_memory()
     check_kv_memory(options.kv_memory, free)
     slots = choose_slots(config, options, free * _CPU_SHARE, slot_bytes(config, kv_format))
-    return CpuRunner(
+    return CpuRunner.load(
         checkpoint,
         slots=slots,
         threads=options.threads,
@@ -68,6 +70,19 @@ def load_runner(
         kv_dtype=options.kv_cache_dtype,
         progress=progress,
     )
+
+
+def prepare_runner(options: ModelOptions) -> None:
+    """Do what a runner's loading takes and needs no model for: compile the CPU kernels.
+
+    They may be others than a model turns out to need: one with float32 weights has another KV
+    format.
+    """
+    if options.backend == "torch" or options.device not in (None, "cpu") or _finds_gpu(options):
+        return
+    exact = options.weights == "f32" and options.kv_cache_dtype == "auto"
+    kv_format = KVFormat.F32 if exact else usual_kv_format(options.kv_cache_dtype)
+    compile_ahead(kv_format, options.threads)
 
 
 def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:

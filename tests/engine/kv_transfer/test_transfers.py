@@ -77,7 +77,9 @@ def make_runner(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Ru
     if request.param == "torch":
         return lambda: torch_runner(checkpoint, slots=512)
     kv_dtype = request.param.split()[1]
-    return lambda: CpuRunner(checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype)
+    return lambda: CpuRunner.load(
+        checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype
+    )
 
 
 def test_imported_kv_has_the_bits_of_computed_kv(make_runner: Callable[[], Runner]) -> None:

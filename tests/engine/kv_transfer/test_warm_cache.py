@@ -301,7 +301,7 @@ def test_loaded_kv_has_the_bits_of_computed_kv(
     sampling = EngineSamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
 
     def answer() -> Answer:
-        runner = CpuRunner(checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype)
+        runner = CpuRunner.load(checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype)
         engine = build_engine(runner, (), warm_tier=open_tier(runner))
         answer = serve(engine, [request("a", prompt, sampling)])["a", 0]
         engine.kv_traffic.flush(60)
@@ -348,7 +348,7 @@ def coded(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         opened.append(WarmTier(identity, memory=None, disk=folder, codec=codec))
         return opened[0]
 
-    yield Coded(lambda: CpuRunner(checkpoint, slots=512, threads=1, weights="f32"), open_again)
+    yield Coded(lambda: CpuRunner.load(checkpoint, slots=512, threads=1, weights="f32"), open_again)
     close()
 
 

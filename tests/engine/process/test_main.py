@@ -12,10 +12,11 @@ import pytest
 from slowed_engines import slow_engines
 
 from midfill.config import ModelOptions
-from midfill.engine.messages import Cancel, FromEngine, RequestFailed, Submit
+from midfill.engine.messages import Cancel, FromEngine, Prepare, RequestFailed, Submit
 from midfill.engine.process.client import EngineClient
 from midfill.engine.process.main import Inbox
 from midfill.engine.process.outputs import OutputBuffer, OutputStream
+from midfill.engine.process.supervision import EngineProcess
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import (
     CheckpointError,
@@ -68,6 +69,21 @@ async def idle(client: EngineClient) -> None:
     async with asyncio.timeout(60):
         while client.stats.running or client.stats.waiting:
             await asyncio.sleep(0.005)
+
+
+def test_an_engine_prepares_while_its_model_is_fetched(tiny_folder: Path) -> None:
+    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype="f32")  # as of the tiny models
+
+    async def run() -> None:
+        process = EngineProcess.spawn()
+        process.send(Prepare(options), Prepare(options))
+        client = EngineClient(tiny_folder, options, spawned=process)
+        await client.start()
+        assert client.process_id == process.process_id
+        assert client.state == "ready"
+        await client.close()
+
+    asyncio.run(run())
 
 
 def test_it_reports_its_progress_and_its_sizes(engine: Running) -> None:

@@ -175,7 +175,7 @@ def make_runner(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[
     checkpoint = open_checkpoint(tiny_folder)
     if request.param == "torch":
         return lambda slots: torch_runner(checkpoint, slots=slots)
-    return lambda slots: CpuRunner(checkpoint, slots=slots, threads=1)
+    return lambda slots: CpuRunner.load(checkpoint, slots=slots, threads=1)
 
 
 def test_answers_of_real_runners_do_not_depend_on_it(

@@ -358,7 +358,7 @@ def tiny_load(copies: int) -> Iterable[EngineRequest]:
 
 def test_on_the_cpu_kernels(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(tiny_folder)
-    runner = CpuRunner(checkpoint, slots=900, threads=1)
+    runner = CpuRunner.load(checkpoint, slots=900, threads=1)
     requests = list(tiny_load(3))
     without = build_engine(runner, checkpoint.tokenizer.eos_token_ids)
     with_drafts = build_engine(runner, checkpoint.tokenizer.eos_token_ids, step_cost=FixedCost(0.0))

@@ -26,7 +26,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner(llama, slots=400, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=400, threads=1, weights="f32", kv_dtype="f32")
     yield runner
     runner.close()
 
@@ -109,7 +109,7 @@ def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str
 def test_rounded_keys_are_compressed_too(
     llama: Checkpoint, alone: Alone, name: str, kv_dtype: str
 ) -> None:
-    runner = CpuRunner(llama, slots=400, threads=1, weights="f32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    runner = CpuRunner.load(llama, slots=400, threads=1, weights="f32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
     one = build_engine(runner, method=small_method(name, runner.config))
     found = serve(one, [request("r", prompt(100), PARAMS)])["r", 0]
     exact = alone(name, prompt(100))

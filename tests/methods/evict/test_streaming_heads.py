@@ -131,7 +131,7 @@ def runners(
     reference = TorchRunner(checkpoint, slots=256)
     if request.param == "torch":
         return TorchRunner(checkpoint, slots=256), reference
-    return CpuRunner(checkpoint, slots=256, threads=1, weights="f32"), reference
+    return CpuRunner.load(checkpoint, slots=256, threads=1, weights="f32"), reference
 
 
 @pytest.mark.parametrize("mean", [True, False])

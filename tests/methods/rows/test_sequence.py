@@ -228,7 +228,7 @@ def make_runner(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[
     checkpoint = open_checkpoint(tiny_folder)
     if request.param == "torch":
         return lambda: torch_runner(checkpoint, slots=300)
-    return lambda: CpuRunner(checkpoint, slots=300, threads=1)
+    return lambda: CpuRunner.load(checkpoint, slots=300, threads=1)
 
 
 def test_on_real_runners_keeping_all_is_dense(make_runner: Callable[[], Runner]) -> None:
@@ -240,7 +240,10 @@ def test_on_real_runners_keeping_all_is_dense(make_runner: Callable[[], Runner])
 
 def test_runners_agree(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(tiny_folder)
-    runners = (torch_runner(checkpoint, slots=300), CpuRunner(checkpoint, slots=300, threads=1))
+    runners = (
+        torch_runner(checkpoint, slots=300),
+        CpuRunner.load(checkpoint, slots=300, threads=1),
+    )
     answers = [
         serve(pruned(LazyLLM("0/1", "0.5"), runner), [request("a", prompt(90))])["a", 0].tokens
         for runner in runners

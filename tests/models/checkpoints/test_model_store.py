@@ -152,11 +152,14 @@ class TestRegisteredModels:
     def test_a_model_is_downloaded_once_and_then_found_on_disk(self, index: Index) -> None:
         events: list[tuple[str, int, int]] = []
         assert state_of("tiny") == "not pulled"
+        assert model_store.awaits_download("tiny")
+        assert not model_store.awaits_download("unknown")
 
         path = model_store.resolve("tiny", lambda *event: events.append(event))
 
         assert path.read_bytes() == PAYLOAD
         assert state_of("tiny") == "ready"
+        assert not model_store.awaits_download("tiny")
         assert events[-1] == ("unpacking tiny", len(PAYLOAD), len(PAYLOAD))
         assert ("downloading tiny-model==1.0", len(index.wheel), len(index.wheel)) in events
         assert model_store.resolve("tiny") == model_store.pull("tiny") == path

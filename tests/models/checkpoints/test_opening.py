@@ -72,7 +72,7 @@ def adapter(base: Path, folder: Path) -> Adapter:
 
 def runners(checkpoint: Checkpoint) -> Iterator[Runner]:
     yield TorchRunner(checkpoint, slots=64)
-    runner = CpuRunner(checkpoint, slots=64, threads=1)
+    runner = CpuRunner.load(checkpoint, slots=64, threads=1)
     yield runner
     runner.close()
 

@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def cpu(llama: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype="f32")
     yield runner
     runner.close()
 
@@ -121,8 +121,8 @@ def test_a_shifted_key_is_the_key_of_the_other_position(runner: Runner, shift: i
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "i8"])
 def test_rounding_is_that_of_the_forward_pass(llama: Checkpoint, kv_dtype: KvDtype) -> None:
-    runner = CpuRunner(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype=kv_dtype)
-    exact = CpuRunner(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype=kv_dtype)
+    exact = CpuRunner.load(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype="f32")
     slots = scattered(1)
     for one in (runner, exact):
         one.forward(step(ids(1), 3, slots))
@@ -182,7 +182,7 @@ def test_moved_keys_are_the_naive_rotation_rounded_once(
     llama: Checkpoint, kv_dtype: KvDtype, reach: int
 ) -> None:
     """Element by element: (a, b) turns by shift x frequency."""
-    runner = CpuRunner(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype=kv_dtype)
+    runner = CpuRunner.load(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype=kv_dtype)
     slots = scattered(LENGTH)
     runner.forward(step(ids(LENGTH), 0, slots))
     cells = all_cells(runner, slots).reshape(-1)

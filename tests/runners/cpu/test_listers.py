@@ -33,7 +33,7 @@ def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
 
 
 def cpu_runner(checkpoint: Checkpoint, kv_dtype: KvDtype = "f32", threads: int = 2) -> CpuRunner:
-    return CpuRunner(checkpoint, slots=1500, threads=threads, weights="f32", kv_dtype=kv_dtype)
+    return CpuRunner.load(checkpoint, slots=1500, threads=threads, weights="f32", kv_dtype=kv_dtype)
 
 
 def text(length: int, seed: int = 0) -> Sequence:

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module", params=[("f32", 1), ("f16", 2), ("bf16", 2), ("i8", 2)])
 def cpu(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
     kv, threads = request.param
-    runner = CpuRunner(checkpoint, slots=500, threads=threads, weights="f32", kv_dtype=kv)
+    runner = CpuRunner.load(checkpoint, slots=500, threads=threads, weights="f32", kv_dtype=kv)
     yield runner
     runner.close()
 

@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> Iterator[CpuRunner]:
-    runner = CpuRunner(open_checkpoint(folder), slots=SLOTS, threads=2)
+    runner = CpuRunner.load(open_checkpoint(folder), slots=SLOTS, threads=2)
     yield runner
     runner.close()
 
@@ -221,7 +221,7 @@ def test_threads_do_not_change_a_bit(llama: Checkpoint) -> None:
     ids = token_ids(90, seed=6)
     expected = None
     for threads in (1, 2, 3):
-        runner = CpuRunner(llama, slots=SLOTS, threads=threads)
+        runner = CpuRunner.load(llama, slots=SLOTS, threads=threads)
         got = run(runner, ids, scattered(), [50, 51])
         runner.close()
         expected = got if expected is None else expected
@@ -235,7 +235,7 @@ def test_rounded_kv_keeps_the_same_bits_however_computed(
     ids = token_ids(150, seed=8)
     expected = None
     for threads in (1, 3):
-        runner = CpuRunner(llama, slots=SLOTS, threads=threads, kv_dtype=kv_dtype)
+        runner = CpuRunner.load(llama, slots=SLOTS, threads=threads, kv_dtype=kv_dtype)
         for cuts in ([], [1, 2, 7, 70, 71, 149]):
             got = run(runner, ids, scattered(threads), cuts)
             expected = got if expected is None else expected
@@ -246,8 +246,8 @@ def test_rounded_kv_keeps_the_same_bits_however_computed(
 @pytest.mark.parametrize(("kv_dtype", "allowed"), [("f16", 1e-6), ("bf16", 1e-4), ("i8", 1e-3)])
 def test_rounded_kv_stays_close(llama: Checkpoint, kv_dtype: KvDtype, allowed: float) -> None:
     ids = token_ids(50, seed=9)
-    exact = CpuRunner(llama, slots=SLOTS, threads=1)
-    rounded = CpuRunner(llama, slots=SLOTS, threads=1, kv_dtype=kv_dtype)
+    exact = CpuRunner.load(llama, slots=SLOTS, threads=1)
+    rounded = CpuRunner.load(llama, slots=SLOTS, threads=1, kv_dtype=kv_dtype)
     assert exact.kv_format == KVFormat.F32
     a, b = (run(r, ids, scattered(), []) for r in (exact, rounded))
     assert 0 < divergence(a, b) < allowed
@@ -267,15 +267,15 @@ def test_kv_is_rounded_by_default_where_weights_are(
 @pytest.mark.parametrize(("weights", "allowed"), [("q8", 0.02), ("q4", 1.0)])
 def test_quantised_weights_stay_close(llama: Checkpoint, weights: str, allowed: float) -> None:
     ids = token_ids(50, seed=7)
-    exact = CpuRunner(llama, slots=SLOTS, threads=1)
-    rounded = CpuRunner(llama, slots=SLOTS, threads=1, weights=weights)
+    exact = CpuRunner.load(llama, slots=SLOTS, threads=1)
+    rounded = CpuRunner.load(llama, slots=SLOTS, threads=1, weights=weights)
     a, b = (run(r, ids, scattered(), []) for r in (exact, rounded))
     assert 0 < divergence(a, b) < allowed
     assert rounded.weight_bytes < exact.weight_bytes / 2
 
 
 def test_memory_is_stated_in_bytes(llama: Checkpoint) -> None:
-    runner = CpuRunner(llama, slots=100, threads=1)
+    runner = CpuRunner.load(llama, slots=100, threads=1)
     assert runner.kv_bytes == 100 * slot_bytes(llama.config, KVFormat.F32)
     tensors = [llama.tensor(name).to_float32().nbytes for name in llama.names()]
     # Beside the checkpoint's weights only zero biases and the rotary tables are kept.
@@ -300,7 +300,7 @@ def test_k_quants_give_the_logits_of_their_exact_weights(k_quants: Checkpoint) -
     ids = token_ids(40, seed=5)
     logits = {}
     for weights in ("auto", "f32"):
-        runner = CpuRunner(k_quants, slots=SLOTS, threads=2, weights=weights, kv_dtype="f32")
+        runner = CpuRunner.load(k_quants, slots=SLOTS, threads=2, weights=weights, kv_dtype="f32")
         logits[weights] = run(runner, ids, scattered(), [])
         if weights == "auto":
             np.testing.assert_array_equal(

@@ -21,7 +21,7 @@ ROWS, SLOTS = 24, 600
 
 @pytest.fixture
 def runner(tiny_folder: Path) -> Iterator[CpuRunner]:
-    runner = CpuRunner(open_checkpoint(tiny_folder), slots=SLOTS, threads=2, max_rows=ROWS)
+    runner = CpuRunner.load(open_checkpoint(tiny_folder), slots=SLOTS, threads=2, max_rows=ROWS)
     yield runner
     runner.close()
 

@@ -83,6 +83,11 @@ class _Channel:
         request_id, payload, *kv = self._socket.recv_multipart(copy=False)
         return request_id.bytes, payload.bytes, kv[0].buffer if kv else memoryview(b"")
 
+    def receive_first(self) -> messages.Prepare | messages.Start:
+        """Receive one of the messages that come before the model is loaded."""
+        _, payload, _ = self.receive()
+        return msgspec.msgpack.decode(payload, type=messages.Prepare | messages.Start)
+
     def pending(self) -> bool:
         """Whether ``receive`` would return at once."""
         return bool(self._socket.poll(0))
@@ -108,9 +113,10 @@ def main(address: str) -> NoReturn:
             # The heavy imports: only this process pays for them, while the server gets ready.
             from midfill.engine.loading import load_engine
             from midfill.models.checkpoints.opening import open_model
+            from midfill.runners.loading import prepare_runner
 
-            _, payload, _ = channel.receive()
-            start = msgspec.msgpack.decode(payload, type=messages.Start)
+            while isinstance(start := channel.receive_first(), messages.Prepare):
+                prepare_runner(start.options)
             configure_logs(start.logs, process="engine")
             options = start.options
             checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)

@@ -200,7 +200,7 @@ def _encode(message: messages.ToEngine) -> tuple[bytes, ...]:
             | messages.EndTransfer(request_id)
         ):
             pass
-        case messages.Start() | messages.Ping():
+        case messages.Prepare() | messages.Start() | messages.Ping():
             request_id = ""
     kv: tuple[bytes, ...] = ()
     if isinstance(message, messages.ImportKv):  # beside it: encoded, it would be copied

@@ -123,6 +123,12 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     return found or pull(model, progress)
 
 
+def awaits_download(model: str) -> bool:
+    """Return whether ``resolve`` has to fetch a registered model."""
+    registered = REGISTERED.get(model)
+    return registered is not None and not registered.is_ready and not Path(model).exists()
+
+
 def resolve_adapter(model: str, adapter: str | None) -> Path | None:
     """Return the folder of the adapter to merge into a model, None for none.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,22 @@ class PackedModel:
         return sum(array.nbytes for array in arrays.values())
 
 
+class TensorSource(Protocol):
+    """What weights are packed from: a checkpoint, usually."""
+
+    config: ModelConfig
+
+    @property
+    def path(self) -> Path:
+        """Where it is, for error messages."""
+
+    def names(self) -> list[str]:
+        """Return the tensors' canonical names."""
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one tensor."""
+
+
 def unsupported_reason(config: ModelConfig) -> str | None:
     """Return why the CPU kernels can't run this architecture, or None if they can."""
     if config.activation not in _ACTIVATIONS:
@@ -138,6 +154,11 @@ def load_packed(
     return _assemble(checkpoint.config, arrays)
 
 
+def pack_model(source: TensorSource) -> PackedModel:
+    """Return a model's weights, packed anew and kept nowhere."""
+    return _assemble(source.config, _pack_all(source, "auto", ignore_progress))
+
+
 def _store(path: Path, arrays: Arrays) -> None:
     """Keep packed weights for the next start; those of gigabytes beside the first requests."""
 
@@ -171,7 +192,7 @@ def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
 
 
 def _pack_all(
-    checkpoint: Checkpoint, option: WeightsOption, progress: Progress
+    checkpoint: TensorSource, option: WeightsOption, progress: Progress
 ) -> dict[str, npt.NDArray[np.generic]]:
     config = checkpoint.config
     names = set(checkpoint.names())
@@ -249,7 +270,7 @@ def _pack_layer(
     return matrix
 
 
-def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
+def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
     """Return biases and norm weights, layers one after the other; absent biases are zeros."""
     config = checkpoint.config
     kv = config.kv_heads * config.head_dim

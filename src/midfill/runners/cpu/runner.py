@@ -61,11 +61,15 @@ def choose_kv_format(checkpoint: Checkpoint, weights: WeightsOption, kv: KvDtype
     "auto" is float32 beside float32 weights. Where weights are quantised it is bfloat16 on chips
     that multiply that, and float16 on others.
     """
+    if kv == "auto" and block_format(checkpoint, weights) is WeightFormat.F32:
+        return KVFormat.F32
+    return usual_kv_format(kv)
+
+
+def usual_kv_format(kv: KvDtype) -> KVFormat:
+    """Return the KV format that option ``kv`` means beside quantised weights."""
     if kv != "auto":
         return KVFormat(kv)
-    exact = block_format(checkpoint, weights) is WeightFormat.F32
-    if exact:
-        return KVFormat.F32
     return KVFormat.BF16 if multiplies_bfloat16() else KVFormat.F16
 
 
@@ -91,35 +95,32 @@ class CpuRunner:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        config: ModelConfig,
+        model: PackedModel,
+        kv_format: KVFormat,
         *,
         slots: int,
         threads: int | None = None,
         max_rows: int = 0,
-        weights: WeightsOption = "auto",
-        kv_dtype: KvDtype = "auto",
         progress: Progress | None = None,
     ) -> None:
-        """Load the weights, allocate the KV cache and compile the kernels.
+        """Allocate the KV cache and compile the kernels.
 
         Args:
-            checkpoint: the model.
+            config: the model's.
+            model: its weights.
+            kv_format: how K and V are stored.
             slots: how many tokens' KV to make room for.
             threads: that a step runs on; None is one per available core.
             max_rows: of most steps: memory for so many is allocated now, for more when needed.
-            weights: see ``load_packed``.
-            kv_dtype: see ``choose_kv_format``.
             progress: called with (stage, done, total).
 
         Raises:
-            CheckpointError: see ``load_packed``.
             MidfillError: see ``choose_amx``.
         """
-        self.config = checkpoint.config
+        self.config, self.model, self.kv_format = config, model, kv_format
         amx = choose_amx()
-        self.model: PackedModel = load_packed(checkpoint, weights, progress)
         self._pool = ThreadPool(threads or available_threads())
-        self.kv_format = choose_kv_format(checkpoint, weights, kv_dtype)
         entries = self.config.layers * self.config.kv_heads * slots
         self._kv_cache = KVCache.allocate(self.kv_format, entries, self.config.head_dim)
         self.logits_ops: LogitsOps = NUMPY_LOGITS
@@ -146,6 +147,40 @@ class CpuRunner:
             amx = AmxUse.OFF
         if slots >= MEASURED_ROWS or amx is AmxUse.ON:
             self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self._time_tiles, amx)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        slots: int,
+        threads: int | None = None,
+        max_rows: int = 0,
+        weights: WeightsOption = "auto",
+        kv_dtype: KvDtype = "auto",
+        progress: Progress | None = None,
+    ) -> "CpuRunner":
+        """Return the runner of a checkpoint.
+
+        Args:
+            checkpoint: the model.
+            weights: see ``load_packed``.
+            kv_dtype: see ``choose_kv_format``.
+            slots, threads, max_rows, progress: see ``__init__``.
+
+        Raises:
+            CheckpointError: see ``load_packed``.
+            MidfillError: see ``choose_amx``.
+        """
+        return cls(
+            checkpoint.config,
+            load_packed(checkpoint, weights, progress),
+            choose_kv_format(checkpoint, weights, kv_dtype),
+            slots=slots,
+            threads=threads,
+            max_rows=max_rows,
+            progress=progress,
+        )
 
     @property
     def slots(self) -> int:

@@ -1,0 +1,41 @@
+"""Kernels compiled before there is a model: they are the same for all of one KV format.
+
+A first start fetches a model, which takes the network, and compiles the kernels, which takes a
+core.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.models.config import ModelConfig, tensor_shapes
+from midfill.runners.cpu.packed_model import pack_model
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.stored_tensor import StoredTensor
+
+_SLOTS = 16  # too few to measure tiles with
+
+
+class _BlankModel:
+    """A model of zeros, as small as the kernels take."""
+
+    config = ModelConfig(
+        "llama", layers=1, hidden=32, query_heads=1, kv_heads=1, head_dim=32, ffn=32, vocab=32,
+        context=32,
+    )  # fmt: skip
+    path = Path()
+
+    def names(self) -> list[str]:
+        return list(tensor_shapes(self.config))
+
+    def tensor(self, name: str) -> StoredTensor:
+        shape = tensor_shapes(self.config)[name]
+        return StoredTensor(name, shape, "f32", np.zeros(shape, np.float32))
+
+
+def compile_ahead(kv_format: KVFormat, threads: int | None = None) -> None:
+    """Compile, or load, what a ``CpuRunner`` of that KV format and so many threads runs."""
+    blank = _BlankModel()
+    model = pack_model(blank)
+    CpuRunner(blank.config, model, kv_format, slots=_SLOTS, threads=threads).close()
