@@ -15,7 +15,8 @@ from midfill.config import ModelOptions
 from midfill.engine.messages import Cancel, FromEngine, Prepare, RequestFailed, Submit
 from midfill.engine.process.client import EngineClient
 from midfill.engine.process.main import Inbox
-from midfill.engine.process.outputs import OutputBuffer, OutputStream
+from midfill.engine.process.output_buffer import OutputBuffer
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.process.supervision import EngineProcess
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import (

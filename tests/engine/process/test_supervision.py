@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from processes import is_running, wait_for
 
 from midfill.engine.process.supervision import EngineProcess, Watchdog
+from midfill.errors import MidfillError
 
 
 def test_a_process_that_was_started_in_vain_leaves_nothing(
@@ -21,6 +22,15 @@ def test_a_process_that_was_started_in_vain_leaves_nothing(
     process.discard()
     wait_for(lambda: not is_running(process.process_id))
     assert not list(tmp_path.iterdir())
+
+
+def test_one_that_cant_be_started_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 120)  # longer than the name of a socket may be
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(MidfillError, match=r"can't be started: .*; TMPDIR names"):
+        EngineProcess.spawn()
+    assert not list(long.iterdir())
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1, 4, 19.9, 20, 22, 120])

@@ -25,7 +25,7 @@ import numpy as np
 import zmq
 
 from midfill.engine import messages
-from midfill.engine.process.outputs import OutputBuffer
+from midfill.engine.process.output_buffer import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.system.logs import configure_logs

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from midfill.engine import messages
+from midfill.errors import MidfillError
 from midfill.system.python_child import python_command, python_environment
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
@@ -52,8 +53,18 @@ class EngineProcess:
         """Start a process; it loads its libraries and waits for a ``Start`` message.
 
         Raises:
-            OSError: no process, socket or temporary folder can be had.
+            MidfillError: no process, socket or temporary folder can be had.
         """
+        try:
+            return cls._spawn()
+        except (OSError, zmq.ZMQError) as error:
+            raise MidfillError(
+                f"the engine's process can't be started: {error.strerror or error}; TMPDIR names"
+                " the folder for temporary files"
+            ) from error
+
+    @classmethod
+    def _spawn(cls) -> "EngineProcess":
         folder = tempfile.mkdtemp(prefix="midfill-")  # readable by this user only
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         try:
