@@ -14,6 +14,7 @@ from stub_upstream import Behaviour, StubModel, StubUpstream
 from midfill.errors import MidfillError
 
 REQUEST = {"prompt": "a =", "suffix": "\n"}
+COMMENTS = b"10000\r\n%s\r\n" % (b":\n" * 32_768)
 
 
 async def assert_refused(message: str, *urls: str, **options: str) -> None:
@@ -127,13 +128,21 @@ def test_what_is_no_answer_is_one_line(
     run(test())
 
 
-def test_an_interim_answer_and_no_other_is_no_answer() -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        head(199, content_length=9_000_000) + b"x" * 5_000_000,
+        head(transfer_encoding="chunked")
+        + (b"10000\r\n%s\r\n" % (b":\n" * 32_768)) * 3
+        + b"zz\r\n",
+    ],
+    ids=["interim", "chunks"],
+)
+def test_an_answer_for_which_aiohttp_waits_for_ever_is_none(answer: bytes) -> None:
     async def test() -> None:
         with StubUpstream() as upstream:
             async with serve(upstream.url, upstream_timeout=0.5) as gateway:
-                upstream.respond = completions(
-                    lambda: sent(head(199, content_length=9_000_000) + b"x" * 5_000_000)
-                )
+                upstream.respond = completions(lambda: sent(answer))
                 for _ in range(3):
                     status, _ = await gateway.refused(**REQUEST)
                     assert status == 503
