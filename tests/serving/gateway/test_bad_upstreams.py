@@ -12,6 +12,9 @@ from hostile_answers import EVENTS, WHOLE, bomb, endless, event, head, sent, spl
 from stub_upstream import Behaviour, StubModel, StubUpstream
 
 from midfill.errors import MidfillError
+from midfill.frontend.prompt import PromptSource
+from midfill.infill.request import InfillRequest
+from midfill.serving.gateway import prompt_answers
 
 REQUEST = {"prompt": "a =", "suffix": "\n"}
 COMMENTS = b"10000\r\n%s\r\n" % (b":\n" * 32_768)
@@ -146,6 +149,30 @@ def test_an_answer_for_which_aiohttp_waits_for_ever_is_none(answer: bytes) -> No
                 for _ in range(3):
                     status, _ = await gateway.refused(**REQUEST)
                     assert status == 503
+
+    run(test())
+
+
+def test_what_nobody_waits_for_does_not_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_answers, "_BACKGROUND_SECONDS", 0.3)
+    trickling: list[str] = []
+
+    def answer(path: str, body: Any) -> AsyncIterator[bytes] | None:
+        if path != "/v1/completions" or body["max_tokens"] > 1:
+            return None
+        trickling.append(path)
+        return sent(head(), *[b": wait\n"] * 10_000, pause=0.02)
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url, idle_prefill=True) as gateway:
+                upstream.respond = answer
+                service = gateway.gateway.service
+                source = PromptSource(text=InfillRequest(prefix="a =", suffix="\n"))
+                service.prefill((await service.encode([source]))[0], "")
+                engine = service.engine
+                while not trickling or engine.stats.running:
+                    await asyncio.sleep(0.01)
 
     run(test())
 
