@@ -52,6 +52,7 @@ def call_server(most: int, first: int) -> bool:
         model = write_model(Path(folder) / "tiny-llama")
         poisoned = poison(Path(folder) / "kv")
         options = ("--kv-memory", "8MB", "--allow-method", "any", "--log-level", "error",
+               "--document-memory", "512K",
                    "--client-timeout", "1", "--warm-tier-disk", "8MB",
                    "--warm-tier-folder", str(poisoned))  # fmt: skip
         with start(model, *options) as server, Stalls(server.url, server.process.pid) as stalls:

@@ -32,6 +32,7 @@ from stub_upstream import StubUpstream
 
 from fuzzing.mutation import mutated
 from midfill.serving.gateway.breaker import Breaker
+from midfill.system.process import freeze_objects
 
 _COMPLETIONS, _CHATS, _TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 _SELF = ("/v1/models", "/health", "/props", "/metrics")
@@ -82,6 +83,7 @@ async def attack(numbers: range, seed: int, report: Callable[[str], None] = prin
         async with serve(upstream.url, upstream_timeout=_UPSTREAM_SECONDS) as gateway:
             (served,) = gateway.gateway.pool.upstreams
             served.breaker = _NeverOpen()
+            freeze_objects()  # as a server's are once it listens
             beat = asyncio.create_task(_beat(run, active))
             loop, memory = asyncio.get_running_loop(), 0
             for start in range(0, len(numbers), _CLIENTS):
@@ -104,8 +106,8 @@ async def attack(numbers: range, seed: int, report: Callable[[str], None] = prin
                 if start % 400 < _CLIENTS:
                     report(f"{run.answers} answers, {len(run.bugs)} bugs, {run.stall:.3f} s stall")
                 if not memory and start >= len(numbers) // 2:
-                    memory = _memory()
-            run.grown_bytes = _memory() - memory
+                    memory = await asyncio.to_thread(_memory)
+            run.grown_bytes = await asyncio.to_thread(_memory) - memory
             upstream.respond = None
             answer = await gateway.complete(prompt="a =", suffix="\n")
             if answer["choices"][0]["text"] != " x + 1":
@@ -117,6 +119,7 @@ async def attack(numbers: range, seed: int, report: Callable[[str], None] = prin
             if running:
                 run.bugs.append(f"{running} requests still count as running")
             beat.cancel()
+            gc.unfreeze()
         if canary.received or canary.chats or canary.tokenized:
             run.bugs.append("a redirect was followed")
     return run

@@ -12,8 +12,12 @@ from hostile_answers import EVENTS, WHOLE, bomb, endless, event, head, sent, spl
 from stub_upstream import Behaviour, StubModel, StubUpstream
 
 from midfill.errors import MidfillError
+from midfill.frontend.prompt import PromptSource
+from midfill.infill.request import InfillRequest
+from midfill.serving.gateway import prompt_answers
 
 REQUEST = {"prompt": "a =", "suffix": "\n"}
+COMMENTS = b"10000\r\n%s\r\n" % (b":\n" * 32_768)
 
 
 async def assert_refused(message: str, *urls: str, **options: str) -> None:
@@ -127,16 +131,48 @@ def test_what_is_no_answer_is_one_line(
     run(test())
 
 
-def test_an_interim_answer_and_no_other_is_no_answer() -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        head(199, content_length=9_000_000) + b"x" * 5_000_000,
+        head(transfer_encoding="chunked")
+        + (b"10000\r\n%s\r\n" % (b":\n" * 32_768)) * 3
+        + b"zz\r\n",
+    ],
+    ids=["interim", "chunks"],
+)
+def test_an_answer_for_which_aiohttp_waits_for_ever_is_none(answer: bytes) -> None:
     async def test() -> None:
         with StubUpstream() as upstream:
             async with serve(upstream.url, upstream_timeout=0.5) as gateway:
-                upstream.respond = completions(
-                    lambda: sent(head(199, content_length=9_000_000) + b"x" * 5_000_000)
-                )
+                upstream.respond = completions(lambda: sent(answer))
                 for _ in range(3):
                     status, _ = await gateway.refused(**REQUEST)
                     assert status == 503
+
+    run(test())
+
+
+def test_what_nobody_waits_for_does_not_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_answers, "_BACKGROUND_SECONDS", 0.3)
+    trickling: list[str] = []
+
+    def answer(path: str, body: Any) -> AsyncIterator[bytes] | None:
+        if path != "/v1/completions" or body["max_tokens"] > 1:
+            return None
+        trickling.append(path)
+        return sent(head(), *[b": wait\n"] * 10_000, pause=0.02)
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url, idle_prefill=True) as gateway:
+                upstream.respond = answer
+                service = gateway.gateway.service
+                source = PromptSource(text=InfillRequest(prefix="a =", suffix="\n"))
+                service.prefill((await service.encode([source]))[0], "")
+                engine = service.engine
+                while not trickling or engine.stats.running:
+                    await asyncio.sleep(0.01)
 
     run(test())
 

@@ -29,6 +29,7 @@ from midfill.serving.gateway.upstream_calls import UpstreamCalls, document_of
 
 _log = logging.getLogger(__name__)
 
+_BACKGROUND_SECONDS = 300.0  # no client ends one by going away
 _UNKNOWN = -1  # a token without an id, see EngineOutput.token_bytes
 
 
@@ -172,9 +173,13 @@ class PromptAnswers:
             one_token = EngineSamplingParams(max_tokens=1, temperature=0.0)
             call = await self._calls.of(request, request.token_ids, (0,), upstream)
             call = dataclasses.replace(call, sampling=one_token)
-            async with contextlib.aclosing(upstream.pieces(call)) as pieces:
-                async for _ in pieces:
-                    reason = "stop"
+            with contextlib.suppress(TimeoutError):
+                async with (
+                    asyncio.timeout(_BACKGROUND_SECONDS),
+                    contextlib.aclosing(upstream.pieces(call)) as pieces,
+                ):
+                    async for _ in pieces:
+                        reason = "stop"
         self._stream.put(
             EngineOutput(request_id=request.request_id, index=0, token_ids=[], finish_reason=reason)
         )

@@ -27,6 +27,7 @@ from midfill.serving.gateway.upstream_http import (
     decode,
     ends_stream,
     limited,
+    read_chunks,
     read_data,
     read_events,
     read_start,
@@ -119,9 +120,9 @@ class Upstream:
         with self._counted(), self._translated(limits):
             async with await self._post(api.path, api.body(call), limits) as response:
                 if response.status != 200:
-                    raise await _refusal(response, api.path)
+                    raise await _refusal(response, api.path, limits)
                 _check_kind(response, _EVENTS, api.path)
-                chunks = limited(response.content.iter_any(), _allowed_bytes(call))
+                chunks = limited(read_chunks(response, limits), _allowed_bytes(call))
                 async for event in read_events(chunks):
                     for piece in api.pieces(event):
                         yield piece
@@ -143,12 +144,12 @@ class Upstream:
         with self._counted(), self._translated(self._timeout):
             async with await self._post(path, body, self._timeout) as response:
                 if response.status != 200:
-                    raise await _refusal(response, path, client_made=True)
+                    raise await _refusal(response, path, self._timeout, client_made=True)
                 _check_kind(response, _EVENTS if streamed else _WHOLE, path)
                 if not streamed:
-                    yield relayed_event(await read_whole(response, _MAX_CHAT_BYTES))
+                    yield relayed_event(await read_whole(response, self._timeout, _MAX_CHAT_BYTES))
                     return
-                async for data in read_data(response.content.iter_any()):
+                async for data in read_data(read_chunks(response, self._timeout)):
                     if ends_stream(data):
                         return
                     yield relayed_event(data)
@@ -209,12 +210,12 @@ class Upstream:
                 data=data, headers=_JSON, timeout=self._limits,
             ) as response:  # fmt: skip
                 if response.status in (401, 403):
-                    raise await _refusal(response, path)
+                    raise await _refusal(response, path, self._limits)
                 if response.status >= 500:
                     raise UpstreamFailedError(f"answers {path} with status {response.status}")
                 if response.status != 200:
                     return None
-                content = await read_whole(response, max_bytes)
+                content = await read_whole(response, self._limits, max_bytes)
         except BROKEN as error:
             raise self._unanswered(error) from None
         return decode(content, f"answers {path} with what is no JSON")
@@ -226,7 +227,7 @@ class Upstream:
             async with await send(self._session, "GET", url, timeout=self._limits) as response:
                 if response.status != 200:
                     return ""
-                content = await read_start(response, _MAX_DESCRIPTION_BYTES)
+                content = await read_start(response, self._limits, _MAX_DESCRIPTION_BYTES)
         except (*BROKEN, UpstreamFailedError):
             return ""
         return content.decode(errors="replace")
@@ -303,17 +304,22 @@ def _allowed_bytes(call: Call) -> int:
 
 
 async def _refusal(
-    response: aiohttp.ClientResponse, path: str, *, client_made: bool = False
+    response: aiohttp.ClientResponse,
+    path: str,
+    limits: aiohttp.ClientTimeout,
+    *,
+    client_made: bool = False,
 ) -> Exception:
     """Return the error that a status other than 200 means.
 
     Args:
         response: what was answered.
         path: where.
+        limits: how long the rest of it may take.
         client_made: whether the body was a client's own. Then its status says nothing of the
             server's health: otherwise a client could have a server spared that others need.
     """
-    data = await read_start(response, _MAX_ERROR_BYTES)
+    data = await read_start(response, limits, _MAX_ERROR_BYTES)
     try:
         body = decode(data, "")
     except UpstreamFailedError:

@@ -119,11 +119,37 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
         raise UpstreamFailedError(f"sends its answer compressed ({encoding[:40]!r}), unasked")
 
 
-async def read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_chunks(
+    response: aiohttp.ClientResponse, timeout: aiohttp.ClientTimeout
+) -> AsyncGenerator[bytes, None]:
+    """Yield an answer's body as it comes.
+
+    aiohttp's own timeout doesn't end every wait, and a connection that is closed amid a chunk of
+    the wrong length is a RuntimeError to it.
+
+    Raises:
+        aiohttp.ClientError: it ends early.
+        TimeoutError: nothing has come for too long.
+    """
+    seconds = timeout.sock_read or timeout.total
+    while True:
+        try:
+            async with asyncio.timeout(seconds):
+                chunk = await response.content.readany()
+        except RuntimeError:
+            raise aiohttp.ClientPayloadError("closed") from None
+        if not chunk:
+            return
+        yield chunk
+
+
+async def read_start(
+    response: aiohttp.ClientResponse, timeout: aiohttp.ClientTimeout, limit: int
+) -> bytes:
     """Return the first bytes of an answer, all of them if it has no more than ``limit``."""
     chunks: list[bytes] = []
     size = 0
-    async for chunk in response.content.iter_any():
+    async for chunk in read_chunks(response, timeout):
         chunks.append(chunk)
         size += len(chunk)
         if size > limit:
@@ -131,14 +157,17 @@ async def read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
     return b"".join(chunks)[:limit]
 
 
-async def read_whole(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_whole(
+    response: aiohttp.ClientResponse, timeout: aiohttp.ClientTimeout, limit: int
+) -> bytes:
     """Return a whole answer.
 
     Raises:
         aiohttp.ClientError: it ends early.
+        TimeoutError: nothing has come for too long.
         UpstreamFailedError: it is longer than ``limit`` bytes.
     """
-    data = await read_start(response, limit + 1)
+    data = await read_start(response, timeout, limit + 1)
     if len(data) > limit:
         raise UpstreamFailedError(f"sends more than {limit} bytes")
     return data
