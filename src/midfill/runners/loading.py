@@ -52,10 +52,9 @@ def load_runner(
     device = options.device or ("cuda" if _finds_gpu(options) else "cpu")
     reason = unsupported_reason(config)
     if options.backend == "torch" or (options.backend == "auto" and (device != "cpu" or reason)):
-        wanted = f"this model ({reason})" if reason else f"--device {device}"
-        require(
-            "--backend torch" if options.backend == "torch" else wanted, ["torch"], extra="torch"
-        )
+        what = f"--device {device}" if reason is None else f"this model ({reason})"
+        what = "--backend torch" if options.backend == "torch" else what
+        require(what, ["torch"], extra="torch")
         return _load_torch(checkpoint, options, device)
     kv_format = choose_kv_format(checkpoint, options.weights, options.kv_cache_dtype)
     free = available_memory()

@@ -2,9 +2,8 @@
 
 RoFormer (Su et al., 2021, arXiv 2104.09864). Angles are float32 numbers computed in transformers'
 order of operations: at position 8000, one rounding step of the angle is already 5e-4 radians.
-Powers, cosines and sines are computed in float64 and rounded once, so they are the same on every
-machine. torch's are up to 0.6 units in the last place away from the true ones, and differ from
-these in some 5% of the entries.
+Powers, cosines and sines are computed in float64 and rounded once. torch's are a unit in the last
+place away in some 5% of the entries.
 
 A key rotated for position p becomes the key of position p + shift when it is rotated by the angles
 of ``shift``, since rotations add up. YaRN's attention factor is in the stored key already.

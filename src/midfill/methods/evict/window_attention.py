@@ -9,6 +9,10 @@ import numpy as np
 from midfill.arrays import Float32Array, Int32Array
 from midfill.methods.evict.method import SequenceKeys
 
+_ONE_THREAD = 2**18
+"""Multiplications of a matrix product that OpenBLAS does without its threads. On busy cores, these
+wait 10 to 30 ms for one that is not scheduled."""
+
 
 def window_attention(keys: SequenceKeys, queries: Float32Array, layer: int) -> Float32Array:
     """Return the attention weights of a prompt's last rows.
@@ -44,9 +48,8 @@ def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Floa
     rows, window = queries.shape[1], config.window_of(layer)
     found = keys.read_keys(head)
     own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
-    scaled = own.reshape(group * rows, -1) * np.float32(config.score_scale)
-    count = len(found)
-    weights: Float32Array = np.matmul(scaled, found.T).reshape(group, rows, count)
+    scaled = np.multiply(own, np.float32(config.score_scale), order="C")
+    weights, count = _products(scaled, found), len(found)
     # All rows see the keys before the first row's, unless a window hides them.
     first = count - rows if window is None else 0
     row, key = np.arange(count - rows, count)[:, None], np.arange(first, count)
@@ -58,6 +61,16 @@ def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Floa
     np.exp(weights, out=weights)
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights
+
+
+def _products(queries: Float32Array, keys: Float32Array) -> Float32Array:
+    """Return the products of [heads, rows, head_dim] queries and [n, head_dim] keys."""
+    products = np.empty((*queries.shape[:2], len(keys)), np.float32)
+    step = max(_ONE_THREAD // (queries.shape[1] * queries.shape[2]), 1)
+    for start in range(0, len(keys), step):
+        part = slice(start, start + step)
+        np.matmul(queries, keys[part].T, out=products[:, :, part])
+    return products
 
 
 def received_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Float32Array:
