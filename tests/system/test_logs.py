@@ -14,7 +14,7 @@ import pytest
 
 from midfill.config import LogFormat, LogLevel, LogOptions
 from midfill.errors import CheckpointError, GenerationError, InvalidRequestError
-from midfill.system.logs import configure_logs, log_context
+from midfill.system.logs import RepeatLimit, configure_logs, log_context
 
 _log = logging.getLogger("midfill.some.module")
 
@@ -224,3 +224,24 @@ fail()
     assert ended.returncode == 1
     assert ended.stderr.count("KeyError") == 3
     assert SECRET not in ended.stderr
+
+
+def test_one_place_in_the_code_logs_only_so_many_warnings() -> None:
+    now = 0.0
+    limit = RepeatLimit(lines=3, seconds=10, clock=lambda: now)
+
+    def warn(level: int = logging.WARNING, line: int = 1) -> logging.LogRecord | None:
+        record = logging.LogRecord("uvicorn.error", level, "file.py", line, "invalid", (), None)
+        return record if limit(record) else None
+
+    let = [warn() for _ in range(10)]
+    assert [record is not None for record in let] == [True] * 3 + [False] * 7
+    assert let[2] is not None
+    assert "left out for 10 s" in let[2].__dict__["repeats"]
+    assert warn(line=2) is not None
+    assert all(warn(logging.INFO) for _ in range(10))
+    now = 10.0
+    after = warn()
+    assert after is not None
+    assert after.__dict__["left_out"] == 7
+    assert "left_out" not in warn().__dict__

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from midfill.engine.request import EngineRequest, EngineSamplingParams
@@ -10,6 +11,7 @@ from midfill.errors import InvalidRequestError
 MAX_ANSWERS = 128
 # A constraint costs the square of its length; healing takes back a few tokens.
 _MAX_BEGINS_WITH_BYTES = 128
+_SHOWN = 60  # characters of a value in an error
 
 
 class SamplingRange(NamedTuple):
@@ -190,5 +192,10 @@ def _check_answered(request: EngineRequest, vocab: int, max_length: int) -> None
 
 
 def _shortened(value: object) -> str:
+    """Return the beginning of a value's repr, without looking at all of a large one."""
+    if isinstance(value, dict):
+        value = dict(islice(value.items(), _SHOWN))
+    elif isinstance(value, tuple):
+        value = tuple(each[:_SHOWN] if isinstance(each, str) else each for each in value[:_SHOWN])
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

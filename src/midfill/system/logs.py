@@ -14,9 +14,11 @@ are left. Who logs a request leaves out the client's own id and unknown paths, s
 
 import json
 import logging
+import math
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -49,6 +51,7 @@ def configure_logs(options: LogOptions, *, process: str | None = None) -> None:
     """
     handler = logging.StreamHandler()
     handler.addFilter(_add_context)
+    handler.addFilter(RepeatLimit())
     if options.redact:
         handler.addFilter(redact)
         redact_uncaught()
@@ -65,6 +68,42 @@ def _add_context(record: logging.LogRecord) -> bool:
     for name, value in (log_context.get() or {}).items():
         record.__dict__.setdefault(name, value)
     return True
+
+
+class RepeatLimit:
+    """A filter of ``logging`` that lets only so many warnings and errors of one place in the code.
+
+    What a stranger can cause any number of times would otherwise fill the disk. The last line that
+    is let through says so, and the next one how many were left out.
+
+    Args:
+        lines: of each place, in each period.
+        seconds: a period's length.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self, lines: int = 20, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._lines = lines
+        self._seconds = seconds
+        self._clock = clock
+        self._periods: dict[tuple[str, str, int], tuple[float, int]] = {}  # beginning, lines
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is let through."""
+        if record.levelno < logging.WARNING:
+            return True
+        place, now = (record.name, record.pathname, record.lineno), self._clock()
+        began, count = self._periods.get(place, (-math.inf, 0))
+        if now - began >= self._seconds:
+            if count > self._lines:
+                record.left_out = count - self._lines
+            began, count = now, 0
+        self._periods[place] = began, count + 1
+        if count + 1 == self._lines:
+            record.repeats = f"others like it are left out for {self._seconds:g} s"
+        return count < self._lines
 
 
 def _named_arguments(record: logging.LogRecord) -> Mapping[str, object]:

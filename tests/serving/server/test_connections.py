@@ -4,14 +4,23 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
+import trustme
 import uvicorn
+from processes import bound_socket
 from starlette.types import Receive, Scope, Send
 
 from midfill.serving.options import ListenOptions
-from midfill.serving.server.connections import limited_protocol
+from midfill.serving.server.connections import (
+    ACCEPTED_AT_ONCE,
+    MAX_EXCESS,
+    LimitedConnection,
+    limited_protocol,
+)
 from midfill.serving.server.metrics import ConnectionCounts
 
 TIMEOUT = 0.3
@@ -26,6 +35,7 @@ class Serving:
         self.counts = counts
         self.begun = self.in_progress = 0
         self.hold = asyncio.Event()
+        self.connections: set[LimitedConnection] = set()
 
     async def connect(
         self, limit: int = 1 << 22
@@ -60,21 +70,29 @@ class Serving:
 
 
 def serve(
-    test: Test, max_connections: int = 8, timeout: float = TIMEOUT, keep_alive: int = 5
+    test: Test,
+    max_connections: int = 8,
+    timeout: float = TIMEOUT,
+    keep_alive: int = 5,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     async def run() -> None:
         counts = ConnectionCounts()
         limits = ListenOptions(max_connections=max_connections, client_timeout=timeout)
         serving = Serving(0, counts)
         config = uvicorn.Config(
-            serving.app, port=0, log_config=None, access_log=False, lifespan="off",
-            interface="asgi3", http=limited_protocol(limits, counts), timeout_keep_alive=keep_alive,
+            serving.app, backlog=ACCEPTED_AT_ONCE, log_config=None, access_log=False,
+            lifespan="off", interface="asgi3", http=limited_protocol(limits, counts, tls),
+            timeout_keep_alive=keep_alive,
         )  # fmt: skip
         server = uvicorn.Server(config)
         config.load()
         server.lifespan = config.lifespan_class(config)
-        await server.startup()
-        serving.port = server.servers[0].sockets[0].getsockname()[1]
+        listening = bound_socket()
+        await server.startup([listening])
+        listening.listen(2048)
+        serving.connections = server.server_state.connections  # type: ignore[assignment]
+        serving.port = listening.getsockname()[1]
         try:
             async with asyncio.timeout(120):
                 await test(serving)
@@ -257,3 +275,114 @@ def test_an_answer_may_come_before_the_rest_of_its_request() -> None:
         writer.close()
 
     serve(test, timeout=60, keep_alive=1)
+
+
+@pytest.fixture(scope="module")
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """A server's TLS context, and one of a client that trusts it."""
+    authority = trustme.CA()
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost").configure_cert(server)
+    authority.configure_trust(client)
+    return server, client
+
+
+async def ask_encrypted(serving: Serving, client: ssl.SSLContext) -> bytes:
+    """Return the answer's first line; the request comes with the handshake's last message."""
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", serving.port, ssl=client, server_hostname="localhost"
+    )
+    writer.write(GET % b"/")
+    line = await reader.readline()
+    writer.close()
+    return line
+
+
+def test_connections_count_before_their_handshake(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    """They make room for those that go on, and nobody else has to wait for them."""
+
+    async def test(serving: Serving) -> None:
+        silent = [await serving.connect() for _ in range(12)]
+        await until(lambda: serving.counts.evicted == 4)
+        assert serving.counts.open == 8
+        assert (await ask_encrypted(serving, contexts[1])).startswith(b"HTTP/1.1 200")
+        for reader, _ in silent[:5]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        assert serving.counts.refused == 0
+
+    serve(test, timeout=60, tls=contexts[0])
+
+
+@pytest.mark.parametrize("sent", [b"", b"no handshake at all\r\n\r\n", b"\x16\x03\x01"])
+def test_a_handshake_that_fails_or_takes_too_long_leaves_nothing(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes
+) -> None:
+    async def test(serving: Serving) -> None:
+        connections = [await serving.connect() for _ in range(3)]
+        for _, writer in connections:
+            writer.write(sent)
+        connections[0][1].close()
+        await until(lambda: serving.counts.open == 0)
+        assert (await ask_encrypted(serving, contexts[1])).startswith(b"HTTP/1.1 200")
+        await until(lambda: serving.counts.open == 0)
+
+    serve(test, tls=contexts[0])
+
+
+def test_a_burst_exceeds_the_maximum_by_no_more_than_is_reserved() -> None:
+    """Open files are counted, also of connections that asyncio has just accepted."""
+    folder = Path("/proc/self/fd")
+    if not folder.exists():
+        pytest.skip("open files are counted on Linux")
+    most = 8
+
+    async def test(serving: Serving) -> None:
+        before, peak = len(list(folder.iterdir())), 0
+        clients: list[socket.socket] = []
+        for _ in range(40):
+            for _ in range(25):
+                client = socket.socket()
+                client.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    client.connect(("127.0.0.1", serving.port))
+                clients.append(client)
+            await asyncio.sleep(0)
+            peak = max(peak, len(list(folder.iterdir())) - before - len(clients))
+        await until(lambda: serving.counts.evicted == len(clients) - most)
+        assert serving.counts.open == most
+        assert peak <= most + MAX_EXCESS
+        for client in clients:
+            client.close()
+
+    serve(test, max_connections=most, timeout=60)
+
+
+def test_requests_that_wait_for_earlier_answers_are_bounded() -> None:
+    """Those beyond are not answered; the last answer says that the connection ends."""
+
+    async def test(serving: Serving) -> None:
+        reader, writer = await serving.connect()
+        writer.write(GET % b"/hold" + GET % b"/" * 2000)
+        await until(lambda: serving.in_progress == 1)
+        (connection,) = serving.connections
+        assert len(connection.pipeline) == 8
+        serving.hold.set()
+        answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200") == 9
+        assert answers.count(b"connection: close") == 1
+        assert serving.begun == 9
+
+    serve(test, timeout=60)
+
+
+def test_a_few_requests_at_once_are_all_answered() -> None:
+    async def test(serving: Serving) -> None:
+        reader, writer = await serving.connect()
+        writer.write(GET % b"/" * 9)
+        for _ in range(9):
+            assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    serve(test, timeout=60)

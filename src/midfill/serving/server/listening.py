@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from midfill.errors import MidfillError
 from midfill.serving.options import FrontendOptions, ListenOptions, TlsFiles
 from midfill.serving.server.auth import KeyRing
-from midfill.serving.server.connections import limited_protocol
+from midfill.serving.server.connections import ACCEPTED_AT_ONCE, MAX_EXCESS, limited_protocol
 from midfill.serving.server.metrics import ConnectionCounts
 from midfill.serving.server.service import ModelService
 from midfill.system.extras import require
@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2  # for the errors of requests that the server's end has ended
 _PROXIES_VARIABLE = "FORWARDED_ALLOW_IPS"  # uvicorn's
 _SET_TLS = "set --ssl-certfile and --ssl-keyfile, or listen on 127.0.0.1 behind a proxy with TLS"
-_OTHER_FILES = 256  # that the process has open, or may open, beside connections
+_BACKLOG = 2048  # connections that wait to be accepted
+_OTHER_FILES = 128 + MAX_EXCESS  # that the process may have open beside connections
 _LOOP = asyncio.SelectorEventLoop if sys.platform == "win32" else None
 """The event loop: ZeroMQ's sockets can't be awaited in Windows' own default."""
 
@@ -267,15 +268,17 @@ async def answer_until_stopped(
     counts = ConnectionCounts()
     service.metrics.add(counts.metrics)
     most = _supported_connections(options.max_connections)
+    tls = None if listener.tls is None else listener.tls.context
     config = server_config(
         app,
-        http=limited_protocol(replace(options, max_connections=most), counts),
+        http=limited_protocol(replace(options, max_connections=most), counts, tls),
+        ws="none",
+        backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=math.ceil(options.drain_timeout) + _LAST_WORDS_SECONDS,
     )
-    config.ssl = None if listener.tls is None else listener.tls.context
     # From here on connections wait in the backlog until uvicorn accepts them, so that clients
     # can connect as soon as on_listening is called.
-    listener.socket.listen(config.backlog)
+    listener.socket.listen(_BACKLOG)
     freeze_objects()
     on_listening()
 
@@ -315,12 +318,18 @@ def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which tells a service when its time is over."""
+    """uvicorn's server, which tells a service when its time is over, and lets many wait."""
 
     def __init__(self, config: uvicorn.Config, service: ModelService, seconds: float) -> None:
         super().__init__(config)
         self._service = service
         self._seconds = seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets)
+        for listening in sockets or ():  # asyncio takes one number for this and for its turns
+            listening.listen(_BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers in progress end, and then end them."""
