@@ -28,8 +28,9 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
     from midfill.engine.process.supervision import EngineProcess
+    from midfill.system.process import ended_by_sigterm
 
-    with ExitStack() as started:
+    with ended_by_sigterm(), ExitStack() as started:
         # First of all: the two processes load their libraries at the same time.
         process = EngineProcess.spawn()
         started.callback(process.discard)

@@ -135,6 +135,16 @@ def test_what_computes_is_loaded_in_the_engine_s_process_alone(
     subprocess.run(command, check=True, timeout=60)
 
 
+def test_one_that_is_ended_while_it_loads_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "midfill", "serve", str(tiny_folder), "--port", "0"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment) as process:
+        wait_for(lambda: any(tmp_path.glob("*/engine")))
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
 def test_clients_can_connect_when_the_server_says_it_is_ready(tiny_folder: Path) -> None:
     class EnoughError(Exception):
         pass
