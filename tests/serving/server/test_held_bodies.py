@@ -67,6 +67,20 @@ def test_one_that_stalls_gives_way_to_one_that_grows(bodies: HeldBodies) -> None
     asyncio.run(test())
 
 
+def test_one_may_grow_in_the_turn_in_which_it_gives_way(bodies: HeldBodies) -> None:
+    async def test() -> None:
+        stalled, fast = Upload(bodies), Upload(bodies)
+        await stalled.send(60)
+        await fast.send(20)
+        for each in (fast, stalled):  # both go on in the same turn
+            each._arrived.put_nowait(b"x" * 60)
+        await fast.send(end=True)
+        assert [await each.status() for each in (stalled, fast)] == [503, 200]
+        assert bodies._counted_bytes == 0
+
+    asyncio.run(test())
+
+
 def test_complete_ones_stay(bodies: HeldBodies) -> None:
     """They are needed by requests that will be answered; the new one is told to try again."""
 

@@ -41,9 +41,16 @@ class HeldBodies:
 
     async def receive(self, body: "HeldBody", chunks: AsyncIterator[bytes]) -> None:
         """Let a body grow; see ``HeldBody.read``."""
+        async for chunk in chunks:
+            body.append(chunk)
+            if body.size > self._free_bytes:
+                break
+        else:
+            return
         try:
             async with asyncio.timeout(None) as timeout:
                 self._growing[body] = timeout
+                self._count(body)
                 async for chunk in chunks:
                     body.append(chunk)
                     self._count(body)
@@ -55,6 +62,8 @@ class HeldBodies:
             self._growing.pop(body, None)
 
     def _count(self, body: "HeldBody") -> None:
+        if body not in self._growing:  # it gave way in this turn of the event loop
+            raise _too_much()
         more = max(body.size - self._free_bytes, 0) - body.counted
         body.counted += more
         self._counted_bytes += more
