@@ -34,6 +34,7 @@ SPECIFICATIONS = {
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuRunner]:
+    pytest.importorskip("torch")  # whose random numbers the weights are
     checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("t") / "llama"))
     runner = CpuRunner.load(checkpoint, slots=2400, threads=2, weights="f32", kv_dtype="f32")
     yield runner

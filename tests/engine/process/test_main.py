@@ -389,7 +389,7 @@ def test_an_engine_that_was_stopped_for_a_moment_is_ready_again(engine: Running)
     [
         (ModelOptions(context=100_000), "--context 100000"),
         (ModelOptions(kv_memory=1000), "--kv-memory"),
-        (ModelOptions(backend="torch", device="cuda:77"), "cuda:77"),
+        (ModelOptions(backend="torch", device="cuda:77"), "cuda:77|needs torch; install it with"),
     ],
 )
 def test_options_that_cant_be_satisfied(
