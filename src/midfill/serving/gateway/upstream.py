@@ -42,6 +42,7 @@ _MAX_DESCRIPTION_BYTES = 2_000_000  # of what it says of itself
 _MAX_CHAT_BYTES = 16_000_000  # of a chat's answer in one piece
 _MAX_TOKEN_BYTES = 2048  # of a token's part of a stream of events, its JSON included
 _OTHER_BYTES = 2**20  # of such a stream; llama.cpp also repeats the prompt
+_EVENTS_AT_ONCE = 64  # that are passed on before anything else is done
 _SHORT_SECONDS = 10  # for questions that need no model
 _EVENTS, _WHOLE = "text/event-stream", "application/json"
 _JSON = {"content-type": _WHOLE}
@@ -149,11 +150,14 @@ class Upstream:
                 if not streamed:
                     yield relayed_event(await read_whole(response, self._timeout, _MAX_CHAT_BYTES))
                     return
+                count = 0
                 async for data in read_data(read_chunks(response, self._timeout)):
                     if ends_stream(data):
                         return
                     yield relayed_event(data)
-                    await asyncio.sleep(0)
+                    count += 1
+                    if count % _EVENTS_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # thousands may have come at once
                 raise UpstreamFailedError("ended the stream before the answer's end")
 
     @contextlib.contextmanager

@@ -131,16 +131,48 @@ async def read_chunks(
         aiohttp.ClientError: it ends early.
         TimeoutError: nothing has come for too long.
     """
-    seconds = timeout.sock_read or timeout.total
-    while True:
-        try:
-            async with asyncio.timeout(seconds):
+    silence = _Silence(response.content, timeout.sock_read or timeout.total or 0.0)
+    try:
+        while True:
+            with silence:
                 chunk = await response.content.readany()
-        except RuntimeError:
-            raise aiohttp.ClientPayloadError("closed") from None
-        if not chunk:
-            return
-        yield chunk
+            if not chunk:
+                return
+            yield chunk
+    except RuntimeError:
+        raise aiohttp.ClientPayloadError("closed") from None
+    finally:
+        silence.end()
+
+
+class _Silence:
+    """Ends a wait for more of an answer after some seconds, with one timer for all its waits."""
+
+    def __init__(self, content: aiohttp.StreamReader, seconds: float) -> None:
+        self._content = content
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._timer = self._loop.call_later(seconds, self._check) if seconds else None
+
+    def __enter__(self) -> None:
+        self._since = self._loop.time()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def end(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        left = self._seconds if self._since is None else self._since + self._seconds - now
+        if left <= 0:
+            self._content.set_exception(TimeoutError())
+        else:
+            self._timer = self._loop.call_later(left, self._check)
 
 
 async def read_start(
@@ -185,7 +217,6 @@ async def limited(chunks: AsyncIterable[bytes], limit: int) -> AsyncGenerator[by
         if size > limit:
             raise UpstreamFailedError(f"sends more than {limit} bytes, which no such answer has")
         yield chunk
-        await asyncio.sleep(0)  # others have their turn, however fast it sends
 
 
 async def read_data(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
