@@ -39,6 +39,9 @@ class RequantizedCheckpoint:
     def names(self) -> list[str]:
         return self.base.names()
 
+    def kind(self, name: str) -> str:
+        return self.tensor(name).kind
+
     def tensor(self, name: str) -> StoredTensor:
         tensor, kind = self.base.tensor(name), self.kind_of(name)
         if len(tensor.shape) < 2:

@@ -14,7 +14,6 @@ from midfill.runners.forward.runner import Runner
 from midfill.system.extras import require
 from midfill.system.machine import available_memory, has_gpu_driver
 from midfill.system.progress import Progress
-from midfill.system.reporting import format_size
 
 _MAX_CONTEXTS = 16
 """A prefix cache of more full contexts is not worth its memory."""
@@ -91,6 +90,8 @@ def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:
         OptionError: there is not.
     """
     if kv_memory is not None and kv_memory > free_bytes:
+        from midfill.system.reporting import format_size  # which draws tables, too
+
         raise OptionError(
             f"--kv-memory {kv_memory} is more than the {format_size(free_bytes)}"
             f" ({free_bytes} bytes) of memory that are free; give less, or leave it out"

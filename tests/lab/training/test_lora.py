@@ -143,6 +143,9 @@ class QuantisedCheckpoint:
     def names(self) -> list[str]:
         return self._base.names()
 
+    def kind(self, name: str) -> str:
+        return self.tensor(name).kind
+
     def tensor(self, name: str) -> StoredTensor:
         tensor = self._base.tensor(name)
         if len(tensor.shape) < 2 or not name.startswith("layers."):

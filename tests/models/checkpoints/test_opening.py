@@ -123,6 +123,8 @@ class TestQuantisedBases:
         for name in adapted.names():
             before, after = quantised.tensor(name), adapted.tensor(name)
             assert (after.name, after.shape, after.kind) == (name, before.shape, before.kind)
+            assert adapted.kind(name) == after.kind
+            assert exact.kind(name) == exact.tensor(name).kind
             assert after.data.shape == before.data.shape
             changed = name in adapter.updates or name in adapter.rows
             assert (after.data != before.data).any() == changed

@@ -101,6 +101,9 @@ class Checkpoint(DescribedModel, Protocol):
     def names(self) -> list[str]:
         """Return the canonical names of the tensors it holds."""
 
+    def kind(self, name: str) -> str:
+        """Return the kind of one tensor, ``StoredTensor.kind``; raises what ``tensor`` does."""
+
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name.
 

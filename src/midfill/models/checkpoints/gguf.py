@@ -134,6 +134,10 @@ class GgufCheckpoint:
         """Return the canonical names of the tensors it holds."""
         return list(self._stored_names)
 
+    def kind(self, name: str) -> str:
+        """Return the kind of one tensor."""
+        return self.tensor(name).kind
+
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name; q and k are copied where their rows have to move.
 

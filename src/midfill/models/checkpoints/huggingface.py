@@ -208,6 +208,10 @@ class HuggingFaceCheckpoint:
         """Return the canonical names of the tensors it holds."""
         return list(self._names)
 
+    def kind(self, name: str) -> str:
+        """Return the kind of one tensor."""
+        return self.tensor(name).kind
+
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name, memory-mapped but for norms that are stored shifted.
 

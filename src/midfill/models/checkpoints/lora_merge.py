@@ -109,29 +109,41 @@ def merge(
     return tensor
 
 
+def merged_kind(kind: str, *, exact: bool) -> str:
+    """Return the kind of a base's tensor once something is merged into it.
+
+    It stays where it is one of ``BLOCK_LAYOUTS``, is "q8_0" where the base has another quantised
+    kind, and "f32" where the base stores floats, or where the result shall be ``exact``.
+    """
+    if exact or kind in _FLOATS:
+        return "f32"
+    return kind if kind in BLOCK_LAYOUTS else _FALLBACK
+
+
 def _updated(
     tensor: StoredTensor, update: LoraUpdate, rounding: Rounding, exact: bool
 ) -> StoredTensor:
-    matrix = update_matrix(update)
-    if tensor.kind in BLOCK_LAYOUTS and not exact:
+    matrix, kind = update_matrix(update), merged_kind(tensor.kind, exact=exact)
+    if kind in BLOCK_LAYOUTS and kind == tensor.kind:
         return add_to_quantized(tensor, matrix, rounding)
-    merged = tensor.to_float32() + matrix
-    if tensor.kind in _FLOATS or exact:
-        return StoredTensor(tensor.name, tensor.shape, "f32", merged)
-    return quantized(tensor.name, merged, _FALLBACK)
+    return _stored(tensor.name, tensor.to_float32() + matrix, kind)
 
 
 def _with_rows(tensor: StoredTensor, rows: ReplacedRows, exact: bool) -> StoredTensor:
-    where = list(rows.token_ids)
-    if tensor.kind in _FLOATS or exact or tensor.kind not in BLOCK_LAYOUTS:
-        values = tensor.to_float32().copy()
-        values[where] = rows.values
-        if tensor.kind in _FLOATS or exact:
-            return StoredTensor(tensor.name, tensor.shape, "f32", values)
-        return quantized(tensor.name, values, _FALLBACK)
-    data = np.array(tensor.data)
-    data[where] = quantized(tensor.name, rows.values, tensor.kind).data
-    return StoredTensor(tensor.name, tensor.shape, tensor.kind, data)
+    where, kind = list(rows.token_ids), merged_kind(tensor.kind, exact=exact)
+    if kind in BLOCK_LAYOUTS and kind == tensor.kind:
+        data = np.array(tensor.data)
+        data[where] = quantized(tensor.name, rows.values, kind).data
+        return StoredTensor(tensor.name, tensor.shape, kind, data)
+    values = tensor.to_float32().copy()
+    values[where] = rows.values
+    return _stored(tensor.name, values, kind)
+
+
+def _stored(name: str, values: Float32Array, kind: str) -> StoredTensor:
+    if kind == "f32":
+        return StoredTensor(name, values.shape, kind, values)
+    return quantized(name, values, kind)
 
 
 def update_matrix(update: LoraUpdate) -> Float32Array:

@@ -85,8 +85,7 @@ def model_digest(checkpoint: Checkpoint) -> str:
 class AdaptedCheckpoint:
     """A base and an adapter. Implements ``Checkpoint``.
 
-    A merged tensor keeps its base's kind where that is one of ``BLOCK_LAYOUTS``. It is "q8_0" where
-    the base has another quantised kind, and "f32" where the base stores floats.
+    What kind a merged tensor has, ``lora_merge.merged_kind`` says.
 
     Attributes:
         path, config: the base's.
@@ -138,6 +137,15 @@ class AdaptedCheckpoint:
     def names(self) -> list[str]:
         """Return the canonical names of the tensors the base holds."""
         return self.base.names()
+
+    def kind(self, name: str) -> str:
+        """Return the kind of one tensor; nothing is merged for it."""
+        kind = self.base.kind(name)
+        if name not in self.adapter.updates and name not in self.adapter.rows:
+            return kind
+        from midfill.models.checkpoints.lora_merge import merged_kind
+
+        return merged_kind(kind, exact=self.exact)
 
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name, merged if the adapter changes it.

@@ -188,7 +188,7 @@ def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
     """Return the least precise format among the matrices of the first decoder layer."""
     names = set(checkpoint.names())
     parts = [f"layers.0.{part}.weight" for parts in _MATRICES.values() for part in parts]
-    return min(_format_for(checkpoint.tensor(n).kind, option) for n in parts if n in names)
+    return min(_format_for(checkpoint.kind(n), option) for n in parts if n in names)
 
 
 def _pack_all(
