@@ -1,6 +1,7 @@
 """Atomic integers and ways to wait: the building blocks of the thread pool's barriers."""
 
 import platform
+import sys
 from typing import Any
 
 from llvmlite import ir
@@ -51,5 +52,6 @@ def spin_pause(context: Any, builder: Any, kinds: Any) -> None:
         llvm_call(builder, "llvm.aarch64.hint", [ir.Constant(I32, 1)], ir.VoidType())
 
 
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
-"""Yield the core to another thread (POSIX)."""
+_YIELD = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
+sched_yield = types.ExternalFunction(_YIELD, types.int32())
+"""Yield the core to another thread."""
