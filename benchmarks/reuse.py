@@ -252,7 +252,11 @@ class _WorkCounter:
     def forward(self, batch: ForwardBatch) -> RunnerArray:
         """See ``Runner.forward``."""
         self._add(batch, self._runner.config.layers)
-        return self._kept(self._runner.forward(batch))
+        logits = self._runner.forward(batch)
+        if self.log_probabilities is None and len(logits):
+            self.seconds = time.perf_counter() - self._started
+            self.log_probabilities = log_softmax(self._runner.logits_ops.to_numpy(logits[0]))
+        return logits
 
     def run_layers(
         self, batch: ForwardBatch, hidden: RunnerArray, first: int, end: int
@@ -265,12 +269,6 @@ class _WorkCounter:
         if self.log_probabilities is None:
             self.row_layers += batch.rows * layers
             self.key_pairs += int(batch.slots_seen().sum(dtype=np.int64)) * layers
-
-    def _kept(self, logits: RunnerArray) -> RunnerArray:
-        if self.log_probabilities is None and len(logits):
-            self.seconds = time.perf_counter() - self._started
-            self.log_probabilities = log_softmax(self._runner.logits_ops.to_numpy(logits[0]))
-        return logits
 
 
 _DOCUMENTS = 40
