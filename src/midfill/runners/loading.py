@@ -8,7 +8,7 @@ from midfill.kernels.cpu.kv_cache import KVFormat
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.compile_ahead import compile_ahead
-from midfill.runners.cpu.packed_model import unsupported_reason
+from midfill.runners.cpu.packed_model import load_packed, unsupported_reason
 from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes, usual_kv_format
 from midfill.runners.forward.runner import Runner
 from midfill.system.extras import require
@@ -59,13 +59,13 @@ def load_runner(
     free = available_memory()
     check_kv_memory(options.kv_memory, free)
     slots = choose_slots(config, options, free * _CPU_SHARE, slot_bytes(config, kv_format))
-    return CpuRunner.load(
-        checkpoint,
+    return CpuRunner(
+        config,
+        load_packed(checkpoint, options.weights, progress),
+        kv_format,
         slots=slots,
         threads=options.threads,
         max_rows=max(options.token_budget, options.max_running),
-        weights=options.weights,
-        kv_dtype=options.kv_cache_dtype,
         progress=progress,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from midfill.serving.server.held_bodies import HeldBodies
+from midfill.serving.server.bodies import HeldBodies
 from midfill.serving.server.responses import ApiError
 
 FREE, MOST = 10, 100
