@@ -321,15 +321,10 @@ class LLM:
         Raises:
             InvalidRequestError: a text or a parameter that can't be used.
         """
-        return self.infill_stream(
-            prefix,
-            suffix,
-            sampling,
-            healing=healing,
-            empty_threshold=empty_threshold,
-            method=method,
-            **options,
-        ).result()
+        sampling = self._checked(sampling)
+        request = _infill_request(prefix, suffix, options)
+        prompt = self._infill_prompt(request, healing, empty_threshold, sampling)
+        return self._results([prompt.with_method(method)], sampling)[0]
 
     def infill_stream(
         self,
@@ -343,19 +338,8 @@ class LLM:
         **options: Unpack[InfillOptions],
     ) -> AnswerStream:
         """``infill``, piece by piece; closing the stream ends the request."""
-        request = InfillRequest(
-            prefix=prefix,
-            suffix=suffix,
-            layout=options.get("layout", "auto"),
-            document=options.get("document"),
-            window=options.get("window", "stable"),
-            context=tuple(options.get("context", ())),
-            context_characters=options.get("context_characters"),
-            open_line=options.get("open_line"),
-            path=options.get("path", ""),
-            repository=options.get("repository", ""),
-        )
         sampling = self._checked(sampling)
+        request = _infill_request(prefix, suffix, options)
         prompt = self._infill_prompt(request, healing, empty_threshold, sampling)
         return self._stream(prompt.with_method(method), sampling)
 
@@ -442,5 +426,20 @@ class LLM:
 
     def _stream(self, prompt: Prompt, sampling: SamplingParams) -> AnswerStream:
         sampling = with_token_stops(sampling, [prompt], self.tokenizer)
-        response = PromptGeneration(prompt, sampling, self.tokenizer)
+        response = PromptGeneration(prompt, sampling, self.tokenizer, streamed=True)
         return AnswerStream(response, self._engine.answer([response], sampling))
+
+
+def _infill_request(prefix: str, suffix: str, options: InfillOptions) -> InfillRequest:
+    return InfillRequest(
+        prefix=prefix,
+        suffix=suffix,
+        layout=options.get("layout", "auto"),
+        document=options.get("document"),
+        window=options.get("window", "stable"),
+        context=tuple(options.get("context", ())),
+        context_characters=options.get("context_characters"),
+        open_line=options.get("open_line"),
+        path=options.get("path", ""),
+        repository=options.get("repository", ""),
+    )

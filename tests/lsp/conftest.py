@@ -20,6 +20,11 @@ def server(tiny_folder: Path) -> Iterator[RunningServer]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def editor(server: RunningServer) -> AsyncIterator[Editor]:
     """An editor with ``midfill lsp`` and that server, for tests that use documents of their own."""
-    settings: dict[str, object] = {"url": server.url, "maxTokens": 8, "debounceMs": 0}
+    settings: dict[str, object] = {
+        "url": server.url,
+        "maxTokens": 8,
+        "debounceMs": 0,
+        "minConfidence": 0,
+    }
     async with connected(settings=settings) as editor:
         yield editor

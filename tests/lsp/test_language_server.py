@@ -176,7 +176,7 @@ async def test_a_change_ends_generation_in_the_server(
     uri = editor.open("# a\n" * 5)
     await wait_for(server.is_idle)
     before = aborted()
-    editor.configure(url=server.url, maxTokens=400, debounceMs=0)
+    editor.configure(url=server.url, maxTokens=400, debounceMs=0, minConfidence=0)
     try:
         request = asyncio.create_task(editor.ask(uri, 5, 0))
         await wait_for(lambda: server.metric("num_requests_running") == 1)
@@ -185,7 +185,7 @@ async def test_a_change_ends_generation_in_the_server(
         await wait_for(lambda: aborted() == before + 1)
         await wait_for(server.is_idle)
     finally:
-        editor.configure(url=server.url, maxTokens=8, debounceMs=0)
+        editor.configure(url=server.url, maxTokens=8, debounceMs=0, minConfidence=0)
 
 
 async def test_acceptance_is_counted(editor: Editor) -> None:

@@ -13,13 +13,14 @@ from running_server import RunningServer
 pytestmark = pytest.mark.asyncio
 
 TEXT = "x = 1 + "
+SHORT = ("-n", "8", "--debounce-ms", "0", "--min-confidence", "0")
 UTF = types.PositionEncodingKind
 
 
 async def test_a_document_whose_change_cant_be_read_has_no_completions(
     server: RunningServer,
 ) -> None:
-    async with connected("--url", server.url, "--debounce-ms", "0", "-n", "8") as editor:
+    async with connected("--url", server.url, *SHORT) as editor:
         uri = editor.open(TEXT)
         assert await editor.ask(uri, 0, 8)
         change = {"textDocument": {"uri": uri}, "contentChanges": [{"text": 3}]}
@@ -41,7 +42,7 @@ async def test_position_encodings_are_agreed_on(
     agreed: types.PositionEncodingKind,
     column: int,
 ) -> None:
-    async with connected("--url", server.url, "-n", "8", encodings=encodings) as editor:
+    async with connected("--url", server.url, *SHORT, encodings=encodings) as editor:
         assert editor.result.capabilities.position_encoding == agreed
         uri = editor.open("#𝄞字 x\n")
         editor.change(uri, insertion(0, column, "y"))
@@ -52,7 +53,7 @@ async def test_position_encodings_are_agreed_on(
 
 
 async def test_editors_without_inline_completion_get_a_menu(server: RunningServer) -> None:
-    async with connected("--url", server.url, "-n", "8", text_document=None) as editor:
+    async with connected("--url", server.url, *SHORT, text_document=None) as editor:
         assert editor.result.capabilities.completion_provider is not None
         uri = editor.open(TEXT + "va")
         menu = await editor.menu(uri, 0, 10)
@@ -75,7 +76,9 @@ async def test_editors_with_inline_completion_get_a_menu_if_they_want_it(
 
 
 async def test_settings_are_fetched_from_the_client_and_checked(server: RunningServer) -> None:
-    configuration: dict[str, object] = {"url": server.url, "maxTokens": 1, "lines": "none"}
+    configuration: dict[str, object] = {
+        "url": server.url, "maxTokens": 1, "lines": "none", "minConfidence": 0
+    }  # fmt: skip
     async with connected("--url", "http://127.0.0.1:9", configuration=configuration) as editor:
         uri = editor.open(TEXT)
         await editor.ask(uri, 0, 8)  # waits until they are there
@@ -83,7 +86,9 @@ async def test_settings_are_fetched_from_the_client_and_checked(server: RunningS
         (message,) = editor.messages
         assert message == "midfill: a setting is ignored: lines: expected one of single, block"
         short = await editor.ask(uri, 0, 8)
-        editor.client.set_configuration({"url": server.url, "maxTokens": 8}, section="midfill")
+        editor.client.set_configuration(
+            {"url": server.url, "maxTokens": 8, "minConfidence": 0}, section="midfill"
+        )
         editor.client.workspace_did_change_configuration(
             types.DidChangeConfigurationParams(settings=None)
         )
@@ -110,7 +115,7 @@ async def test_a_server_that_is_down_is_told_once_until_it_is_back(server: Runni
 
 
 async def check_a_server_is_told_of_once_until_it_is_back(door: "Door") -> None:
-    async with connected("--url", door.url, "-n", "8", "--debounce-ms", "0") as editor:
+    async with connected("--url", door.url, *SHORT) as editor:
         uri = editor.open(TEXT)
         for _ in range(3):
             assert await editor.ask(uri, 0, 8) == []

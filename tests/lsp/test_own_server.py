@@ -44,7 +44,7 @@ def children(process_id: int) -> list[int]:
 async def test_the_model_that_is_named_is_served_until_the_language_server_ends(
     tiny_folder: Path,
 ) -> None:
-    async with connected("--model", str(tiny_folder), "-n", "8") as editor:
+    async with connected("--model", str(tiny_folder), "-n", "8", "--min-confidence", "0") as editor:
         uri = editor.open(TEXT + "\n")
         before = await first_completions(editor, uri)
         (server,) = children(editor.process_id)

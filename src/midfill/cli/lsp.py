@@ -33,6 +33,16 @@ LinesOption = Annotated[
     Literal["single", "block"] | None,
     typer.Option(help="Complete lines, or the rest of a block at the end of a line."),
 ]
+MinConfidenceOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        metavar="P",
+        help="Offer no completion whose first line is right with a lower probability, unless it is"
+        " asked for; by default what the server says.",
+    ),
+]
 DebounceOption = Annotated[
     int | None,
     typer.Option(
@@ -54,6 +64,7 @@ def lsp(
         typer.Option("--max-tokens", "-n", min=1, max=4096, help="Maximum tokens of a completion."),
     ] = None,
     lines: LinesOption = None,
+    min_confidence: MinConfidenceOption = None,
     debounce_ms: DebounceOption = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="What to log on stderr.")
@@ -76,6 +87,7 @@ def lsp(
         "url": url, "model": model, "start": start or None,
         "apiKey": api_key or next(iter(os.environ.get(API_KEY_VARIABLE, "").split()), None),
         "maxTokens": max_tokens, "lines": lines, "debounceMs": debounce_ms,
+        "minConfidence": min_confidence,
     }  # fmt: skip
     settings, problems = Settings().updated(given)
     if problems:

@@ -78,6 +78,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             the server, to be sent together; infinity holds them until the answer ends.
         stop_bytes: tokens that contain one of these bytes are sent at once: the last bytes of the
             strings that end the answer.
+        sent_at_once: how many of an answer's first tokens are sent at once, beside those up to its
+            first text.
         compress_after: how many of the prompt's first tokens a method sees and compresses; the
             tokens after them are computed over what it keeps. 0 is the whole prompt.
         score_from: number of the first token that ``prompt_logprobs`` reports, at least 1. What
@@ -106,6 +108,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     stream_interval: float = 0.0
     stop_bytes: bytes = b""
+    sent_at_once: int = 0
     compress_after: int = 0
     score_from: int = 1
     contexts: tuple[int, ...] = ()

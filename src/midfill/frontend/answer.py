@@ -10,6 +10,7 @@ is the longest suffix of the text so far that is a prefix of some stop string. E
 has to be held back until it is known whether the stop string follows.
 """
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from math import inf
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
 from midfill.errors import DeadlineError, GenerationError
+from midfill.frontend.confidence import Confidence, ConfidenceCheck
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.trim import Trimmer
 from midfill.models.tokens.tokenizer import Detokenizer, Tokenizer
@@ -70,6 +72,7 @@ class AnswerDelta:
             before.
         stop_reason: the stop string or token id that ended the answer; None for the model's own
             end token.
+        confidence: how sure the answer is, in the last delta; None before, and if not asked for.
     """
 
     index: int
@@ -78,6 +81,16 @@ class AnswerDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    confidence: Confidence | None = None
+
+    def after(self, earlier: "AnswerDelta") -> "AnswerDelta":
+        """Return this delta with what is new in one that was held back."""
+        return dataclasses.replace(
+            self,
+            text=earlier.text + self.text,
+            token_ids=earlier.token_ids + self.token_ids,
+            logprobs=earlier.logprobs + self.logprobs,
+        )
 
 
 class StopStrings:
@@ -191,6 +204,9 @@ class Answer:
         healed: number of bytes at its start that the text before the caret ended with.
         trimmer: decides where the text ends before the model ends it; None shows all of it.
         line_break: ends the answer if it isn't blank and doesn't end with a line break itself.
+        check: withholds the answer if it isn't sure enough; None shows it in any case.
+        shorten: called with the whole answer and whether it is incomplete; returns the part to
+            show. None shows all of it, as it arrives.
         clock: returns the time in seconds.
 
     Attributes:
@@ -209,6 +225,8 @@ class Answer:
         healed: int = 0,
         trimmer: Trimmer | None = None,
         line_break: str = "",
+        check: ConfidenceCheck | None = None,
+        shorten: Callable[[str, bool], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -223,6 +241,10 @@ class Answer:
         self._line_break = line_break
         self._blank = True  # whether all text returned so far is
         self._last = ""  # character of it
+        self._check = check
+        self._shorten = shorten
+        self._held: AnswerDelta | None = None  # until it is known what to show
+        self._decided = check is None and shorten is None
         self._clock = clock
         self._end_time: float | None = None  # after which the answer ends with its line
         self._decoded = 0  # characters returned by the detokenizer
@@ -268,10 +290,12 @@ class Answer:
                 self._scored += 1
             is_end = output.finish_reason == "stop" and position == len(output.token_ids) - 1
             if is_end and not self._sampling.include_stop_str_in_output:
+                self._observe(token_id, output, position, "")
                 break
-            if shown and logprobs is not None:
+            if shown and logprobs is not None and self._sampling.logprobs is not None:
                 self._pending.append(self._report(token_id, logprobs[position], healed))
             decoded = self._detokenizer.push_bytes(written)
+            self._observe(token_id, output, position, decoded)
             self._decoded += len(decoded)
             text += scanner.push(decoded)
             if scanner.stopped is not None:
@@ -283,12 +307,48 @@ class Answer:
             if self.tokens == self._sampling.max_tokens:
                 finish_reason = finish_reason or "length"
                 break
-        return self._delta(trimmed, text, finish_reason)
+        return self._shown_part(self._delta(trimmed, text, finish_reason))
 
     def abandon(self, reason: str) -> AnswerDelta:
         """End the answer where it is, for a reason of the caller's; return its last delta."""
         self.finished = True
         return AnswerDelta(self.index, "", tuple(self._unreported), (), reason)
+
+    def _observe(self, token_id: int, output: EngineOutput, position: int, text: str) -> None:
+        """Let the check see a token and its text."""
+        if self._check is not None and output.logprobs is not None:
+            self._check.observe(token_id, output.logprobs[position], text)
+
+    def _shown_part(self, delta: AnswerDelta | None) -> AnswerDelta | None:
+        """Return a delta, after what was held back, once it is known what of the answer to show."""
+        if not self._decided:
+            if delta is not None and self._held is not None:
+                delta = delta.after(self._held)
+            delta, self._held = delta or self._held, None
+            shows = self._check is None or self._check.shows(finished=self.finished)
+            if shows is None or (shows and self._shorten is not None and not self.finished):
+                self._held = delta
+                return None
+            self._decided = True
+            if not shows:
+                self.finished = True
+                token_ids = (() if delta is None else delta.token_ids) + tuple(self._unreported)
+                delta = AnswerDelta(self.index, "", token_ids, finish_reason="stop")
+            elif self._shorten is not None and delta is not None:
+                delta = self._shortened(delta, self._shorten)
+        if self._check is None or delta is None or delta.finish_reason is None:
+            return delta
+        return dataclasses.replace(delta, confidence=self._check.confidence())
+
+    def _shortened(self, whole: AnswerDelta, shorten: Callable[[str, bool], str]) -> AnswerDelta:
+        """Return the part of a whole answer to show."""
+        text = shorten(whole.text, whole.finish_reason == "length")
+        if text == whole.text:
+            return whole
+        kept = tuple(report for report in whole.logprobs if report.offset < len(text))
+        return dataclasses.replace(
+            whole, text=text, logprobs=kept, finish_reason="stop", stop_reason=None
+        )
 
     def _tokens_of(self, output: EngineOutput) -> Iterable[tuple[int, bytes]]:
         """Return an output's tokens, and what each stands for."""
@@ -362,7 +422,7 @@ class Answer:
 
     def _report(self, token_id: int, logprobs: TokenLogprobs, healed: int) -> TokenLogprob:
         """Describe a token; ``healed`` bytes at its start are not part of the answer."""
-        top = logprobs.top if self._sampling.logprobs else []
+        top = logprobs.top[: self._sampling.logprobs or 0]
         if healed:
             start = self._tokenizer.token_bytes(token_id)[:healed]
             top = [likely for likely in top if self._continues(likely[0], start)]

@@ -5,13 +5,15 @@ are what ``LLM`` returns.
 """
 
 import codecs
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerDelta, Candidate, StopStrings, TokenLogprob
+from midfill.frontend.confidence import Confidence, ConfidenceCheck
 from midfill.frontend.prompt import LayoutReport, Prompt
-from midfill.frontend.sampling import SamplingParams
+from midfill.frontend.sampling import PostProcessing, SamplingParams
+from midfill.infill.suggestion import suggestion
 from midfill.models.tokens.tokenizer import Tokenizer
 
 
@@ -72,13 +74,26 @@ class Usage:
 class PromptGeneration:
     """All answers to one prompt: turns the engine's outputs into text.
 
+    Args:
+        prompt: see the attribute.
+        sampling: how the answers are generated.
+        tokenizer: the model's.
+        streamed: whether answers are shown while they arrive.
+
     Attributes:
         prompt: the prompt.
         prompt_tokens: its tokens, if their log probabilities were asked for; empty until the first
             output.
     """
 
-    def __init__(self, prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        streamed: bool = False,
+    ) -> None:
         self.prompt = prompt
         self.prompt_tokens: tuple[PromptToken, ...] = ()
         self._tokenizer = tokenizer
@@ -96,6 +111,8 @@ class PromptGeneration:
                 healed=healed,
                 line_break="" if unwanted else prompt.line_break,
                 trimmer=trims.trimmer(prompt.prefix, prompt.suffix, infilling=prompt.infilling),
+                check=_confidence_check(prompt, sampling, tokenizer, streamed),
+                shorten=_suggestion_of(prompt, trims, streamed),
             )
             for index in range(sampling.n)
         ]
@@ -164,6 +181,33 @@ class PromptGeneration:
         return self._answers[output.index].push(output)
 
 
+def _confidence_check(
+    prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer, streamed: bool
+) -> ConfidenceCheck | None:
+    if sampling.min_confidence is None or not prompt.infilling:
+        return None
+    return ConfidenceCheck(
+        sampling.min_confidence,
+        prompt.confidence_rule,
+        prompt.prefix,
+        prompt.begins_with,
+        tokenizer,
+        streamed=streamed,
+    )
+
+
+def _suggestion_of(
+    prompt: Prompt, ends: PostProcessing, streamed: bool
+) -> Callable[[str, bool], str] | None:
+    if streamed or not (ends.suggestion and prompt.infilling):
+        return None
+
+    def shorten(text: str, broken_off: bool) -> str:
+        return suggestion(text, prompt.prefix, prompt.suffix, broken_off=broken_off)
+
+    return shorten
+
+
 @dataclass(frozen=True)
 class GeneratedAnswer:
     """One answer.
@@ -174,6 +218,7 @@ class GeneratedAnswer:
         finish_reason: "stop", "length", or why the caller gave it up.
         stop_reason: the stop string or stop token id that ended it, if one did.
         logprobs: one entry per token of the text; empty if not asked for.
+        confidence: how sure it is; None if not asked for, or not known.
     """
 
     text: str
@@ -181,6 +226,7 @@ class GeneratedAnswer:
     finish_reason: str
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...]
+    confidence: Confidence | None = None
 
 
 @dataclass(frozen=True)
@@ -269,6 +315,7 @@ def _join(deltas: list[AnswerDelta]) -> GeneratedAnswer:
         finish_reason=deltas[-1].finish_reason or "",
         stop_reason=deltas[-1].stop_reason,
         logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        confidence=deltas[-1].confidence,
     )
 
 

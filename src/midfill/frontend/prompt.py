@@ -9,6 +9,7 @@ such tokens.
 """
 
 import dataclasses
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import msgspec
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
+from midfill.infill.confidence import START_TOKENS, ConfidenceRule
 from midfill.infill.layout import LayoutName, PromptLayout
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import sentinel_texts
@@ -117,6 +119,7 @@ class Prompt:
         parts: the ids of BOS and of each of the layout's segments, also those that were left out.
         method: compresses its KV, see ``EngineRequest``.
         contexts: where the files that it shows begin and end, see ``EngineRequest``.
+        confidence_rule: how sure the model's answers to infilling requests are; None if unknown.
     """
 
     token_ids: list[int]
@@ -134,6 +137,7 @@ class Prompt:
     parts: tuple[Sequence[int], ...] = ()
     method: str | None = None
     contexts: tuple[int, ...] = ()
+    confidence_rule: ConfidenceRule | None = None
 
     @property
     def is_verbatim(self) -> bool:
@@ -180,6 +184,9 @@ class Prompt:
 
         ``ignore_eos`` asks for text whatever the model says, so then no answer is empty by rule.
         """
+        streamed = stream_interval < math.inf
+        if not self.infilling or (self.confidence_rule is None and sampling.min_confidence):
+            sampling = msgspec.structs.replace(sampling, min_confidence=None)
         return EngineRequest(
             request_id=request_id,
             token_ids=self.token_ids,
@@ -189,6 +196,7 @@ class Prompt:
             empty_threshold=0.0 if sampling.ignore_eos else self.empty_threshold,
             stream_interval=stream_interval,
             stop_bytes=sampling.stop_bytes,
+            sent_at_once=START_TOKENS if sampling.min_confidence and streamed else 0,
             method=self.method,
             contexts=self.contexts,
             document=self.document,

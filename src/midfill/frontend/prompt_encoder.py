@@ -31,6 +31,7 @@ from midfill.models.checkpoints.checkpoint import (
     DescribedModel,
 )
 from midfill.models.checkpoints.model_record import (
+    confidence_rule_of,
     cut_rule_of,
     empty_threshold_of,
     end_bias_of,
@@ -101,6 +102,7 @@ class PromptEncoder:
         self.snippet_characters = snippet_characters
         self._end_bias = end_bias_of(checkpoint)
         self._empty_threshold = empty_threshold_of(checkpoint)
+        self.confidence_rule = confidence_rule_of(checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
             format,
@@ -296,6 +298,7 @@ class PromptEncoder:
             layout=layout,
             parts=tuple(parts),
             contexts=file_bounds(layout, parts, self.format, self._file_tokens),
+            confidence_rule=None if raw else self.confidence_rule,
         )
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")

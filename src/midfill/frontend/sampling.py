@@ -11,6 +11,7 @@ import msgspec
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.validation import check_parameter, check_sampling_ranges
 from midfill.errors import InvalidRequestError
+from midfill.infill.confidence import TOP_TOKENS
 from midfill.infill.trim import Brackets, Lines, Trimmer
 
 MAX_LOGPROBS = 20
@@ -44,6 +45,8 @@ class PostProcessing:
         soft_max_tokens: the same once the answer has so many tokens; 0 is off.
         brackets: "close" closes the brackets that the answer leaves open and the suffix does not
             close.
+        suggestion: of an answer that isn't streamed, return the part that is worth showing to
+            somebody who didn't ask for it, see ``infill/suggestion.py``.
 
     Raises:
         InvalidRequestError: an unknown mode, or a negative number.
@@ -55,6 +58,7 @@ class PostProcessing:
     max_seconds: float = math.inf
     soft_max_tokens: int = 0
     brackets: Brackets = "keep"
+    suggestion: bool = False
 
     def __post_init__(self) -> None:
         for field in ("min_indent", "max_seconds", "soft_max_tokens"):
@@ -110,7 +114,7 @@ class PostProcessing:
 
 
 class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
-    """How an answer is generated: the engine's parameters, and three that concern text.
+    """How an answer is generated: the engine's parameters, and some that concern text.
 
     ``max_tokens`` 0 scores the prompt: with ``prompt_logprobs`` its tokens are reported, and the
     answer is empty.
@@ -119,12 +123,16 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         stop: strings that end the answer.
         include_stop_str_in_output: keep the stop string (or the stop token's text) in the answer.
         post_processing: where to cut the answer, and how to complete it.
+        min_confidence: an answer to an infilling request is empty where the estimate that its first
+            line is right is below (``infill/confidence.py``); 0 only estimates, None doesn't. A
+            model without a ``ConfidenceRule`` has no estimate, and no such answers.
         trimming: the former name of ``post_processing``, for one release.
     """
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     post_processing: PostProcessing = PostProcessing()
+    min_confidence: float | None = None
     trimming: PostProcessing | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +154,8 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     def stop_bytes(self) -> bytes:
         """Return the bytes that may show that the answer has ended; see ``EngineRequest``."""
         last = {stop.encode()[-1] for stop in self.stops if stop}
-        return bytes(last | set(b"\n" if self.post_processing.ends_at_lines else b""))
+        ends_at_lines = self.post_processing.ends_at_lines or bool(self.min_confidence)
+        return bytes(last | set(b"\n" if ends_at_lines else b""))
 
     def for_engine(
         self, end_tokens: tuple[int, ...] = (), healed: int = 0, end_bias: float = 0.0
@@ -166,6 +175,8 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         if end_bias and not self.ignore_eos:
             fields["logit_bias"] = {**dict.fromkeys(end_tokens, end_bias), **self.logit_bias}
         fields["max_tokens"] = min(max(self.max_tokens, 1) + healed, 2**31 - 1)
+        if self.min_confidence is not None:
+            fields["logprobs"] = max(self.logprobs or 0, TOP_TOKENS)
         return EngineSamplingParams(**fields)
 
 
@@ -191,6 +202,8 @@ def check_sampling(
     biases = len(sampling.logit_bias)
     check("logit_bias", biases <= MAX_LOGIT_BIASES, f"of at most {MAX_LOGIT_BIASES} entries")
     check_sampling_ranges(sampling, vocab_size, MAX_LOGPROBS, names)
+    sure = sampling.min_confidence is None or 0.0 <= sampling.min_confidence <= 1.0
+    check("min_confidence", sure, "a number from 0 to 1")
     stop_tokens = len(sampling.stop_token_ids)
     check("stop_token_ids", stop_tokens <= MAX_STOP_TOKENS, f"of at most {MAX_STOP_TOKENS} entries")
     for token_id in sampling.stop_token_ids:

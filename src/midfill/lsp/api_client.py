@@ -137,7 +137,12 @@ def _body(query: CompletionQuery) -> dict[str, object]:
         "max_tokens": query.max_tokens,
         "temperature": query.temperature,
         "n": query.count,
-        "midfill": {"document": _sendable(query.caret.uri), "lines": query.lines},
+        "midfill": {
+            "document": _sendable(query.caret.uri),
+            "lines": query.lines,
+            "suggestion": query.suggestion,
+            "min_confidence": "editor" if query.min_confidence is None else query.min_confidence,
+        },
     }
 
 

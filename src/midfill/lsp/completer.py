@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from msgspec.structs import replace
+
 from midfill.errors import MidfillError
 from midfill.lsp.documents import Change, Document
 from midfill.lsp.server_access import ServerAccess
@@ -246,14 +248,16 @@ class Completer:
             await asyncio.wait({self._warming[1]})
         settings = self._settings
         lines = settings.lines if caret.at_line_end else "single"
-        queries = [CompletionQuery(caret, lines, settings.max_tokens)]
+        query = CompletionQuery(
+            caret, lines, settings.max_tokens,
+            suggestion=settings.min_confidence != 0,
+            # Whoever asks for completions gets them, sure or not.
+            min_confidence=0.0 if invoked else settings.min_confidence,
+        )  # fmt: skip
+        queries = [query]
         if invoked and settings.alternatives > 1:
-            queries.append(
-                CompletionQuery(
-                    caret, lines, settings.max_tokens,
-                    count=settings.alternatives - 1, temperature=_ALTERNATIVES_TEMPERATURE,
-                )
-            )  # fmt: skip
+            count = settings.alternatives - 1
+            queries.append(replace(query, count=count, temperature=_ALTERNATIVES_TEMPERATURE))
         try:
             answers = await _all(*(self._access.complete(query) for query in queries))
         except MidfillError as trouble:

@@ -24,6 +24,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         lines: "single" completes lines, "block" also the rest of a block where the caret is at the
             end of its line.
         alternatives: number of completions to offer when the user asks for them.
+        min_confidence: offer no completion by itself whose first line is right with a lower
+            probability; None leaves that to the server. 0 offers them all, just as the model wrote
+            them.
         debounce_ms: milliseconds without a change before the model is asked for a completion that
             the user has not asked for.
         menu: whether to answer ``textDocument/completion`` as well: "auto" does so if the client
@@ -38,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 64
     lines: Literal["single", "block"] = "block"
     alternatives: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
+    min_confidence: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     debounce_ms: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 50
     menu: Literal["auto", "always", "never"] = "auto"
 

@@ -81,6 +81,9 @@ class CompletionQuery(msgspec.Struct, frozen=True):
         max_tokens: maximum tokens of a completion.
         count: number of completions; more than one are sampled.
         temperature: 0 takes the most likely tokens.
+        suggestion: whether only what is worth showing is wanted of them.
+        min_confidence: withhold completions that are less sure; None leaves that to the server, 0
+            withholds none.
     """
 
     caret: Caret
@@ -88,6 +91,8 @@ class CompletionQuery(msgspec.Struct, frozen=True):
     max_tokens: int
     count: int = 1
     temperature: float = 0.0
+    suggestion: bool = True
+    min_confidence: float | None = None
 
 
 class Completions(msgspec.Struct, frozen=True):

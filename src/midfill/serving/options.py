@@ -316,6 +316,18 @@ class ServeOptions(FrontendOptions):
             " that is not streamed) unless its client says how long it waits; 0 is for ever.",
         ),
     ] = DEFAULT_COMPLETION_TIMEOUT
+    min_confidence: Annotated[
+        float | None,
+        Flag(
+            panel="Limits",
+            min=0,
+            max=1,
+            metavar="P",
+            help="Give editors no answer whose first line is right with a lower probability than"
+            " this; 0 gives them all answers as they are. If not set, what held-out files have"
+            " chosen for the model.",
+        ),
+    ] = None
     step_timeout: Annotated[
         float,
         Flag(

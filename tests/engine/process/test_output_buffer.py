@@ -22,6 +22,7 @@ def request(
     interval: float = 1.0,
     stop_bytes: bytes = b"",
     begins_with: bytes = b"",
+    sent_at_once: int = 0,
     n: int = 1,
 ) -> EngineRequest:
     return EngineRequest(
@@ -31,6 +32,7 @@ def request(
         stream_interval=interval,
         stop_bytes=stop_bytes,
         begins_with=begins_with,
+        sent_at_once=sent_at_once,
     )
 
 
@@ -54,6 +56,14 @@ def started(asked: EngineRequest) -> OutputBuffer:
     buffer.add([output(1)], 0.0)
     assert sent(buffer, 0.0) == [("x", 0, [1])]
     return buffer
+
+
+def test_as_many_tokens_are_sent_at_once_as_are_asked_for() -> None:
+    buffer = started(request(sent_at_once=2))
+    buffer.add([output(2)], 0.1)
+    assert sent(buffer, 0.1) == [("x", 0, [2])]
+    buffer.add([output(4)], 0.2)
+    assert sent(buffer, 0.2) == []
 
 
 def test_the_first_token_is_sent_at_once_and_the_next_ones_together() -> None:

@@ -11,7 +11,8 @@ from running_server import RunningServer, start
 def server(tiny_folder: Path) -> Iterator[RunningServer]:
     """A server of the tiny model, for tests that leave it as it is."""
     allowed = ("--allow-method", "snapkv", "--allow-method", "cacheblend")
-    options = ("--kv-memory", "4MB", "--log-format", "json")
+    # The tiny model's answers are worth nothing; editors get them nevertheless.
+    options = ("--kv-memory", "4MB", "--log-format", "json", "--min-confidence", "0")
     with start(tiny_folder, *options, *allowed) as server:
         yield server
 
@@ -19,5 +20,7 @@ def server(tiny_folder: Path) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def slow_server(tiny_folder: Path) -> Iterator[RunningServer]:
     """The same with steps as slow as a larger model's, for tests that act amid an answer."""
-    with start(tiny_folder, "--kv-memory", "4MB", step_seconds=0.01) as server:
+    with start(
+        tiny_folder, "--kv-memory", "4MB", "--min-confidence", "0", step_seconds=0.01
+    ) as server:
         yield server

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.evaluation.choices import cuts, empty, snippets, windows
+from midfill.cli.evaluation.confidence import confidence
 from midfill.cli.evaluation.options import (
     ConditionsOption,
     ContextOption,
@@ -52,6 +53,7 @@ app.command()(cuts)
 app.command()(windows)
 app.command()(snippets)
 app.command()(empty)
+app.command()(confidence)
 
 
 @app.command()

@@ -19,11 +19,13 @@ class _BufferedAnswer:
 
     Attributes:
         hidden: how many healed bytes it has yet to write before the client sees any text.
+        urgent: how many of its next tokens are sent at once.
         held: outputs not yet sent, oldest first.
         held_since: time of the oldest of them, in seconds.
     """
 
     hidden: int
+    urgent: int
     held: list[EngineOutput] = field(default_factory=list)
     held_since: float = 0.0
 
@@ -56,7 +58,10 @@ class OutputBuffer:
             self._requests[request.request_id] = _BufferedRequest(
                 request.stream_interval,
                 frozenset(request.stop_bytes),
-                {index: _BufferedAnswer(hidden) for index in range(request.sampling.n)},
+                {
+                    index: _BufferedAnswer(hidden, request.sent_at_once)
+                    for index in range(request.sampling.n)
+                },
             )
 
     def add(self, outputs: Sequence[EngineOutput], now: float) -> None:
@@ -102,12 +107,15 @@ class OutputBuffer:
     def _is_urgent(
         self, output: EngineOutput, request: _BufferedRequest, answer: _BufferedAnswer
     ) -> bool:
-        """Whether an output has to be sent at once; counts down the answer's hidden bytes."""
+        """Whether an output has to be sent at once; counts down what is hidden and urgent."""
         if output.finish_reason is not None:
             return True
         texts = [self._token_bytes(token_id) for token_id in output.token_ids]
+        is_first = answer.hidden >= 0 or answer.urgent > 0
+        answer.urgent -= len(texts)
         if answer.hidden >= 0:
             answer.hidden -= sum(map(len, texts))
+        if is_first:
             return True
         return any(not request.stop_bytes.isdisjoint(text) for text in texts)
 

@@ -38,6 +38,7 @@ class Condition:
         empty_threshold: see ``EngineRequest``; None takes what the model says.
         method: compresses the prompt's KV, see ``EngineRequest``.
         snippets: how many characters of the problem's snippets to show; None shows none.
+        judged: whether answers are reported with how sure they are.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Condition:
     empty_threshold: float | None = None
     method: str | None = None
     snippets: int | None = None
+    judged: bool = False
 
     @property
     def needs_cut(self) -> bool:

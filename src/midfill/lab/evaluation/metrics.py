@@ -47,6 +47,15 @@ def is_exact_first_line(answer: str, hole: str) -> bool:
     return is_exact(first_line(answer), hole)
 
 
+def first_text_line(text: str) -> str:
+    """Return a text up to the end of its first line that has more than white space.
+
+    Blank lines before it belong to it, white space at its end does not.
+    """
+    start = len(text) - len(text.lstrip())
+    return text[:start].replace("\r\n", "\n") + first_line(text[start:]).rstrip()
+
+
 def similarity(answer: str, hole: str) -> float:
     """Return the edit similarity: 1 - Levenshtein distance / length of the longer text.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from midfill.config import Backend, KvDtype, WeightsOption
 from midfill.errors import MidfillError
 from midfill.frontend.prompt_encoder import fingerprint_of
+from midfill.infill.confidence import Features
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
@@ -26,6 +27,7 @@ from midfill.system.python_child import libraries_start_python
 if TYPE_CHECKING:
     import httpx
 
+    from midfill.frontend.confidence import Confidence
     from midfill.llm import LLM
 
 _MAX_CONNECTIONS = 32
@@ -41,11 +43,27 @@ class Answer:
         ended: whether it ended with a stop token, not at the maximum length.
         empty_probability: how probable an empty answer was, where the prompt has a threshold of its
             own; an upper bound where that is not above it.
+        confidence: how sure it is, if that was asked for; features are known of models loaded here.
     """
 
     text: str
     ended: bool
     empty_probability: float | None = None
+    confidence: "AnswerEvidence | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEvidence:
+    """How sure an answer is.
+
+    Attributes:
+        estimate: that its first line is right; None where the model has no rule.
+        start, line: the features that estimates are made of; None behind a URL.
+    """
+
+    estimate: float | None
+    start: Features | None = None
+    line: Features | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +76,7 @@ class ModelPrompt:
         group: prompts of a group have much text in common.
         empty_threshold: see ``EngineRequest``; None takes what the model says.
         method: compresses the prompt's KV, see ``EngineRequest``.
+        judged: whether to report how sure the answer is.
     """
 
     text: PromptLayout | InfillRequest
@@ -65,6 +84,7 @@ class ModelPrompt:
     group: str = ""
     empty_threshold: float | None = None
     method: str | None = None
+    judged: bool = False
 
 
 class Model(Protocol):
@@ -126,7 +146,10 @@ class LocalModel:
         """See ``Model``."""
         from midfill.frontend.sampling import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        judged = any(prompt.judged for prompt in prompts)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, min_confidence=0.0 if judged else None
+        )
         results = self._llm.infill_all(
             [prompt.text for prompt in prompts],
             sampling,
@@ -140,6 +163,7 @@ class LocalModel:
                 result.text,
                 result.answers[0].finish_reason == "stop",
                 None if prompt.empty_threshold is None else result.empty_probability,
+                _evidence(result.answers[0].confidence),
             )
             for prompt, result in zip(prompts, results, strict=True)
         ]
@@ -202,8 +226,9 @@ class RemoteModel:
         if isinstance(prompt.text, InfillRequest):
             # The text that the other conditions have; other servers ignore the field.
             window = {"window": "as-sent"} if prompt.text.window == "as-sent" else {}
+            judged = {"min_confidence": 0} if prompt.judged else {}
             asked = {"prompt": prompt.text.prefix, "suffix": prompt.text.suffix}
-            return {**body, **asked, "midfill": {**window, **method}}
+            return {**body, **asked, "midfill": {**window, **method, **judged}}
         text = "".join(segment.text for segment in prompt.text.segments)
         return {**body, "prompt": text, "midfill": {"layout": "verbatim", **method}}
 
@@ -238,10 +263,22 @@ class RemoteModel:
             detail = " ".join(response.text.split())[:300]
             raise MidfillError(f"{self._base_url} answered {response.status_code}: {detail}")
         try:
-            choice = response.json()["choices"][0]
-            return Answer(choice["text"] or "", choice["finish_reason"] == "stop")
+            body = response.json()
+            choice = body["choices"][0]
+            estimate = (body.get("midfill") or {}).get("confidence")
+            return Answer(
+                choice["text"] or "",
+                choice["finish_reason"] == "stop",
+                confidence=None if estimate is None else AnswerEvidence(float(estimate)),
+            )
         except (LookupError, TypeError, ValueError) as error:
             raise MidfillError(f"{self._base_url} sent no completion: {error!r}") from None
+
+
+def _evidence(confidence: "Confidence | None") -> AnswerEvidence | None:
+    if confidence is None:
+        return None
+    return AnswerEvidence(confidence.estimate, confidence.start, confidence.line)
 
 
 def _text_format(sentinels: tuple[str, str, str]) -> FimFormat:

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 
 from midfill.errors import MidfillError
+from midfill.infill.confidence import Features
 from midfill.infill.request import InfillRequest
 from midfill.infill.trim import first_line
 from midfill.infill.window import WindowRule
 from midfill.lab.evaluation.conditions import Condition, PromptOptions, make_prompt
 from midfill.lab.evaluation.holes import draw_holes
-from midfill.lab.evaluation.metrics import score_answer
+from midfill.lab.evaluation.metrics import first_text_line, score_answer
 from midfill.lab.evaluation.models import Answer, Model, ModelPrompt
 from midfill.lab.evaluation.problems import (
     CARET_TASKS,
@@ -85,6 +86,22 @@ class ProblemRecord(msgspec.Struct, frozen=True):
     digest: str
 
 
+class LineEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The first line of an answer that has text, and how sure the model is of it.
+
+    Attributes:
+        right: whether it is exactly the hole's.
+        characters: its length.
+        estimate, start, line: see ``AnswerEvidence``.
+    """
+
+    right: bool
+    characters: int
+    estimate: float | None = None
+    start: Features | None = None
+    line: Features | None = None
+
+
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of one problem in one condition.
 
@@ -96,6 +113,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         verdict: how the answer's program ended; "" where the problem has no test.
         cost: what the condition's window costs at this hole; None where it has no window.
         empty_probability: see ``Answer``; None where the condition has no threshold.
+        evidence: of its first line, where the condition is judged.
     """
 
     answer: str
@@ -104,6 +122,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     verdict: str = ""
     cost: WindowCost | None = None
     empty_probability: float | None = None
+    evidence: LineEvidence | None = None
 
 
 class InfillingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,6 +329,7 @@ def _ask(
             problem.group,
             condition.empty_threshold,
             condition.method,
+            condition.judged,
         )
         for condition in conditions
         for problem in problems
@@ -353,6 +373,20 @@ def _outcome(
         scores=passed | score_answer(problem, answer),
         verdict=verdicts[made["pass"]] if made else "",
         empty_probability=answer.empty_probability,
+        evidence=_line_evidence(problem, answer),
+    )
+
+
+def _line_evidence(problem: Problem, answer: Answer) -> LineEvidence | None:
+    if (found := answer.confidence) is None:
+        return None
+    line = first_text_line(answer.text)
+    return LineEvidence(
+        line == first_text_line(problem.hole),
+        len(line.strip()),
+        found.estimate,
+        found.start,
+        found.line,
     )
 
 

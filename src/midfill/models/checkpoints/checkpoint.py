@@ -34,6 +34,11 @@ END_BIAS_KEY = "midfill.end_logit_bias"
 EMPTY_THRESHOLD_KEY = "midfill.empty_threshold"
 """Metadata key: how probable an empty answer must be for an infilled answer to be empty."""
 
+CONFIDENCE_LINE_KEY = "midfill.confidence.line"
+CONFIDENCE_START_KEY = "midfill.confidence.start"
+CONFIDENCE_THRESHOLD_KEY = "midfill.confidence.threshold"
+"""Metadata keys: how sure answers are, and should be in an editor, see ``infill/confidence.py``."""
+
 OPENS_LINES_KEY = "midfill.opens_lines"
 """Metadata key: true where a caret at the start of a line that has text is to be answered as on an
 empty line above it, see ``infill/planner.py``."""

@@ -5,27 +5,35 @@
     "snippets": {"characters": 2000, "measured": {...}}
     "end": {"logit_bias": 2.0, "measured": {...}}
     "empty": {"threshold": 0.15, "measured": {...}}
+    "confidence": {"line": [...], "start": [...], "threshold": 0.5, "measured": {...}}
     "line_start": {"opens_line": true, "measured": {...}}
 
 It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
 ``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
-``midfill.snippets.characters``, ``midfill.end_logit_bias``, ``midfill.empty_threshold`` and
+``midfill.snippets.characters``, ``midfill.end_logit_bias``, ``midfill.empty_threshold``,
+``midfill.confidence.line``, ``midfill.confidence.start``, ``midfill.confidence.threshold`` and
 ``midfill.opens_lines`` instead. ``infill/prefix_cut.py``, ``infill/window.py``,
-``infill/context_files.py``, ``engine/sampling/empty_answer.py`` and ``infill/planner.py`` explain
-them.
+``infill/context_files.py``, ``engine/sampling/empty_answer.py``, ``infill/confidence.py`` and
+``infill/planner.py`` explain them. An estimator of confidence is five numbers: the intercept and
+the weights of the features, in the order of ``Features``.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from midfill.errors import CheckpointError, MidfillError
+from midfill.infill.confidence import ConfidenceRule, Estimator
 from midfill.infill.context_files import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.models.checkpoints.checkpoint import (
+    CONFIDENCE_LINE_KEY,
+    CONFIDENCE_START_KEY,
+    CONFIDENCE_THRESHOLD_KEY,
     EMPTY_THRESHOLD_KEY,
     END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
@@ -105,6 +113,18 @@ def _number(least: float, most: float) -> Callable[[object, Path, str], float]:
     return check
 
 
+def _estimator(value: object, path: Path, field: str) -> tuple[float, ...]:
+    """Check the numbers of an estimator, and return them."""
+    count = len(Estimator.__slots__)
+    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    if len(numbers) != count or not all(
+        isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each)
+        for each in numbers
+    ):
+        raise CheckpointError(f"{path}: {field!r} must be {count} numbers, not {_short(value)}")
+    return tuple(map(float, numbers))
+
+
 def _flag(value: object, path: Path, field: str) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"{path}: {field!r} must be true or false, not {_short(value)}")
@@ -124,6 +144,9 @@ _WINDOW_AFTER = _Need(WINDOW_AFTER_KEY, DEFAULT_WINDOW.after, _characters(0, _MA
 _SNIPPETS = _Need(SNIPPETS_KEY, DEFAULT_SNIPPET_CHARACTERS, _characters(0, _MAX_SNIPPETS))
 _END_BIAS = _Need(END_BIAS_KEY, 0.0, _number(-100.0, 100.0))
 _EMPTY_THRESHOLD = _Need(EMPTY_THRESHOLD_KEY, 0.0, _number(0.0, 1.0))
+_CONFIDENCE_LINE = _Need[tuple[float, ...]](CONFIDENCE_LINE_KEY, (), _estimator)
+_CONFIDENCE_START = _Need[tuple[float, ...]](CONFIDENCE_START_KEY, (), _estimator)
+_CONFIDENCE_THRESHOLD = _Need(CONFIDENCE_THRESHOLD_KEY, 0.0, _number(0.0, 1.0))
 _OPENS_LINES = _Need(OPENS_LINES_KEY, False, _flag)
 
 _SECTIONS: Mapping[str, Mapping[str, _Need[Any]]] = {
@@ -131,6 +154,11 @@ _SECTIONS: Mapping[str, Mapping[str, _Need[Any]]] = {
     "snippets": {"characters": _SNIPPETS},
     "end": {"logit_bias": _END_BIAS},
     "empty": {"threshold": _EMPTY_THRESHOLD},
+    "confidence": {
+        "line": _CONFIDENCE_LINE,
+        "start": _CONFIDENCE_START,
+        "threshold": _CONFIDENCE_THRESHOLD,
+    },
     "line_start": {"opens_line": _OPENS_LINES},
     "window": {"before": _WINDOW_BEFORE, "after": _WINDOW_AFTER},
 }
@@ -207,6 +235,15 @@ def empty_threshold_of(checkpoint: DescribedModel) -> float:
     return _EMPTY_THRESHOLD.of(checkpoint)
 
 
+def confidence_rule_of(checkpoint: DescribedModel) -> ConfidenceRule | None:
+    """Return how sure a model's answers are; None where its metadata doesn't say."""
+    line, start = _CONFIDENCE_LINE.of(checkpoint), _CONFIDENCE_START.of(checkpoint)
+    if not (line and start):
+        return None
+    threshold = _CONFIDENCE_THRESHOLD.of(checkpoint)
+    return ConfidenceRule(Estimator(*line), Estimator(*start), threshold)
+
+
 def opens_lines_of(checkpoint: DescribedModel) -> bool:
     """Return whether carets at line starts are answered as on an empty line; false by default.
 
@@ -267,6 +304,18 @@ def write_empty(folder: Path, threshold: float, measured: Mapping[str, object]) 
     """Write the threshold of empty answers into a folder's midfill.json, see ``write_cut``."""
     section = {"threshold": threshold, "measured": dict(measured)}
     return _write_section(folder, "empty", section, EMPTY_THRESHOLD_KEY)
+
+
+def write_confidence(folder: Path, rule: ConfidenceRule, measured: Mapping[str, object]) -> Path:
+    """Write how sure a model's answers are into a folder's midfill.json, see ``write_cut``."""
+    section = {
+        "line": [round(number, 4) for number in astuple(rule.line)],
+        "start": [round(number, 4) for number in astuple(rule.start)],
+        "threshold": rule.threshold,
+        "measured": dict(measured),
+    }
+    keys = f"{CONFIDENCE_LINE_KEY}, {CONFIDENCE_START_KEY} and {CONFIDENCE_THRESHOLD_KEY}"
+    return _write_section(folder, "confidence", section, keys)
 
 
 def _write_section(folder: Path, name: str, section: Mapping[str, object], keys: str) -> Path:

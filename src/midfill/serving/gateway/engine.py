@@ -185,7 +185,8 @@ def _check(request: EngineRequest) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None:
             raise InvalidRequestError(
-                "log probabilities can't be had through the gateway", param="logprobs"
+                "log probabilities, and how sure an answer is, can't be had through the gateway",
+                param="logprobs",
             )
     if request.method is not None:
         raise InvalidRequestError(

@@ -200,6 +200,7 @@ def _service(
         options.max_body_bytes,
         aliases=options.aliases,
         idle_prefill=options.idle_prefill,
+        min_confidence=0.0,  # no upstream tells what it takes
         tenants=tenants,
         limits=limits,
         context=context,

@@ -95,6 +95,7 @@ class Generation:
         request_id: str = "",
         arrived: float | None = None,
         deadline: float | None = None,
+        streamed: bool = False,
     ) -> None:
         """Prepare the requests; ``deltas`` submits them.
 
@@ -111,6 +112,7 @@ class Generation:
             request_id: the API request's id; the ids of the engine's requests begin with it.
             arrived: when it arrived, by ``time.perf_counter``; None: now.
             deadline: when its client gives up, by ``time.monotonic``; None: never.
+            streamed: whether answers are shown while they arrive.
         """
         self._engine = engine
         self._metrics = metrics
@@ -129,7 +131,9 @@ class Generation:
             for index, prompt in enumerate(prompts)
         ]
         self._places = {request.request_id: i for i, request in enumerate(self._requests)}
-        self.responses = [PromptGeneration(prompt, sampling, tokenizer) for prompt in prompts]
+        self.responses = [
+            PromptGeneration(prompt, sampling, tokenizer, streamed=streamed) for prompt in prompts
+        ]
         self.finish_reasons: list[str] = []
         self._deadline = deadline
         self._whole = stream_interval == math.inf
@@ -264,7 +268,8 @@ class Generation:
         delta = response.push(output)
         if delta is not None and delta.finish_reason is not None:
             if output.finish_reason is None:
-                # A stop string has ended the answer, of which the engine doesn't know.
+                # A stop string has ended the answer, or it is not sure enough: the engine does not
+                # know.
                 outputs.cancel(output.request_id, output.index)
             self.finish_reasons.append(delta.finish_reason)
             self._metrics.answer_finished(delta.finish_reason)

@@ -209,6 +209,7 @@ async def assemble_service(
         idle_prefill=options.idle_prefill,
         stream_interval=options.stream_interval,
         completion_timeout=options.completion_timeout,
+        min_confidence=options.min_confidence,
         tenants=tenants,
         limits=limits,
     )

@@ -19,6 +19,7 @@ same document may, too (``request.Superseding``).
 
 import asyncio
 import contextvars
+import dataclasses
 import logging
 import math
 import threading
@@ -28,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
+
+import msgspec
 
 from midfill.engine.scheduling.admission import NEW_DOCUMENT
 from midfill.errors import DeadlineError, QueueFullError, StoppingError
@@ -223,6 +226,7 @@ class ModelService:
         max_body_bytes: maximum size of a request body.
         check_method: raises InvalidRequestError for a method that requests may not choose.
         limits: what tenants may use.
+        min_confidence: how sure answers must be that editors get; None gives them all.
     """
 
     def __init__(
@@ -241,6 +245,7 @@ class ModelService:
         context: int | None = None,
         limits: RateLimits | None = None,
         completion_timeout: float = 0.0,
+        min_confidence: float | None = None,
         encodes_at_once: int = 0,
     ) -> None:
         """Serve ``engine``.
@@ -255,6 +260,8 @@ class ModelService:
             tenants: everybody who may send requests.
             completion_timeout: seconds after which nobody waits any more for an infill request
                 whose client doesn't say how long it waits; 0 is for ever.
+            min_confidence: how sure answers must be that editors get; None takes what was chosen
+                for the model, and 0 gives them all answers as the model wrote them.
             context: see the attribute; None where the encoder counts the model's own tokens.
             encodes_at_once: requests with bodies of up to so many bytes are encoded on the event
                 loop's thread: where encoding is fast, handing it over takes longer.
@@ -280,6 +287,12 @@ class ModelService:
         self._generations: WeakSet[Generation] = WeakSet()
         self._stopping = False
         self._completion_timeout = completion_timeout or None
+        rule = prompts.confidence_rule
+        if min_confidence and rule is None:
+            _log.warning("the model doesn't say how sure it is: editors get all of its answers")
+        chosen = None if rule is None else rule.threshold
+        self.min_confidence = (chosen if min_confidence is None else min_confidence) or None
+        self._suggestions = min_confidence != 0
 
     @property
     def context(self) -> int:
@@ -416,6 +429,7 @@ class ModelService:
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
             deadline=None if record is None else record.deadline(default_timeout),
+            streamed=streamed,
         )
         self._generations.add(generation)
         if record is not None:
@@ -423,6 +437,13 @@ class ModelService:
         if supersedes is not None:
             self._superseding.enter(generation, tenant, supersedes)
         return generation
+
+    def for_editor(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the parameters of an editor's request: only what is worth showing is answered."""
+        ends = dataclasses.replace(sampling.post_processing, suggestion=self._suggestions)
+        return msgspec.structs.replace(
+            sampling, post_processing=ends, min_confidence=self.min_confidence
+        )
 
     def prefill(self, prompt: Prompt, tenant: str) -> None:
         """Have a prompt computed while the engine is idle, for a request that will come soon."""

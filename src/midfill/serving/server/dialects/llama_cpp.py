@@ -297,7 +297,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             service.prefill_context(body.request(tenant))
             return json_response(Results(body, sampling, service).of_prefill([Prompt([], "")]))
         prompts = await service.encode([body.source(tenant)])
-        return await _answer(body, prompts, sampling, tenant)
+        return await _answer(body, prompts, service.for_editor(sampling), tenant)
 
     @router.post("/completion", openapi_extra=body_reference(CompletionBody))
     @router.post("/completions", openapi_extra=body_reference(CompletionBody))

@@ -65,7 +65,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         """Fill in between ``prompt`` and ``suffix``."""
         body = await read_json(request, FimBody, service.max_body_bytes)
         model = service.check_model(body.model)
-        sampling = body.sampling(service)
+        sampling = service.for_editor(body.sampling(service))
         prompts = await service.encode([body.source(tenant)])
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}

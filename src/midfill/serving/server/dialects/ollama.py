@@ -205,6 +205,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         prompts = await service.encode([body.source(tenant)])
         if prompts[0].infilling and (body.options or Options()).num_predict is None:
             sampling = limited_to_a_hole(sampling)
+        if isinstance(body, GenerateBody) and body.suffix:
+            sampling = service.for_editor(sampling)
         streamed = body.stream is not False
         generation = service.generate(prompts, sampling, tenant, streamed=streamed)
         if streamed:

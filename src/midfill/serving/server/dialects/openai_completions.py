@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
+from midfill.frontend.confidence import Confidence
 from midfill.frontend.generation import PromptToken
 from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import PostProcessing, SamplingParams, check_sampling
@@ -105,6 +106,11 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         lines: "single" ends the answer at its first line break, "block" where the block around
             the caret ends.
         brackets: "close" closes what the answer leaves open.
+        suggestion: of an answer that isn't streamed, return only the part that is worth showing to
+            somebody who didn't ask for it: complete, and no repetition.
+        min_confidence: the answer is empty where the estimate that its first line is right is below
+            this; 0 only tells the estimate, "editor" takes what editors' requests have. null does
+            neither.
         method: compresses the prompt's KV, as in "cake:budget=256", if the server allows it.
         report: "tokens" adds the prompt's tokens to the response, and what the same prompt would
             have cost in PSM order.
@@ -124,6 +130,8 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     trim: bool | None = None
     lines: Lines | None = None
     brackets: Brackets | None = None
+    suggestion: bool | None = None
+    min_confidence: float | Literal["editor"] | None = None
     method: str | None = None
     report: Literal["tokens"] | None = None
 
@@ -146,7 +154,10 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def post_processing(self) -> PostProcessing:
         """Return what to change in the answer."""
         return PostProcessing(
-            overlap=self.trim, lines=self.lines or "all", brackets=self.brackets or "keep"
+            overlap=self.trim,
+            lines=self.lines or "all",
+            brackets=self.brackets or "keep",
+            suggestion=bool(self.suggestion),
         )
 
 
@@ -224,7 +235,12 @@ def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
     """Return the checked sampling parameters, as far as they don't depend on the prompts."""
     sampling = body.sampling(default_max_tokens=_DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
     if body.midfill is not None:
-        sampling = msgspec.structs.replace(sampling, post_processing=body.midfill.post_processing())
+        least = body.midfill.min_confidence
+        sampling = msgspec.structs.replace(
+            sampling,
+            post_processing=body.midfill.post_processing(),
+            min_confidence=service.min_confidence if least == "editor" else least,
+        )
     if body.echo and (body.logprobs is not None or sampling.max_tokens == 0):
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs or 0)
     if body.best_of is not None:
@@ -241,7 +257,8 @@ def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
         if body.best_of > sampling.n and logprobs is None:
             logprobs = 0
         sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
-    names = {} if body.best_of is None else {"n": "best_of"}
+    names = {"min_confidence": "midfill.min_confidence"}
+    names |= {} if body.best_of is None else {"n": "best_of"}
     check_sampling(sampling, service.tokenizer.vocab_size, names)
     body.wants_usage()
     return sampling
@@ -417,6 +434,7 @@ class _CompletionResponse:
         """Return the whole response."""
         results = await self._generation.whole()
         choices: list[dict[str, Any]] = []
+        confidences: list[Confidence | None] = []
         for place, (response, result) in enumerate(
             zip(self._generation.responses, results, strict=True)
         ):
@@ -431,8 +449,10 @@ class _CompletionResponse:
                 if self._token_ids:
                     choice["token_ids"] = answer.token_ids
                 choices.append(choice)
+                confidences.append(answer.confidence)
         body = {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
         self._add_midfill(body, choices)
+        self._add_confidence(body, choices, confidences)
         return body
 
     async def events(self) -> AsyncGenerator[dict[str, object], None]:
@@ -454,6 +474,8 @@ class _CompletionResponse:
             if is_first:
                 started.add(number)
                 self._add_midfill(chunk, [choice])
+            if delta.finish_reason is not None:
+                self._add_confidence(chunk, [choice], [delta.confidence])
             if self._usage:
                 chunk["usage"] = None
             yield chunk
@@ -480,6 +502,19 @@ class _CompletionResponse:
                 target["midfill"] = found
                 if self.reports:
                     found["report"] = self.reports[place]
+
+    def _add_confidence(
+        self,
+        body: dict[str, Any],
+        choices: Sequence[dict[str, Any]],
+        confidences: Sequence[Confidence | None],
+    ) -> None:
+        """Add how sure the answers are, to each choice if there are several."""
+        targets = [body] if len(choices) == 1 and len(self._generation.responses) == 1 else choices
+        for target, confidence in zip(targets, confidences, strict=True):
+            if confidence is not None and confidence.estimate is not None:
+                found = target.setdefault("midfill", {})
+                found["confidence"] = round(confidence.estimate, 4)
 
     def _logprobs_object(
         self, reports: Sequence[TokenLogprob], prompt: Sequence[PromptToken], start: int

@@ -121,6 +121,7 @@ async def complete_segments(
     )
     check_sampling(sampling, service.tokenizer.vocab_size)
     prompts = await service.encode([segments.source(service, tenant)])
+    sampling = service.for_editor(sampling)
     generation = service.generate(prompts, sampling, tenant, streamed=False)
     (result,) = await generation.whole()
     choices = [{"index": 0, "text": result.text}]
