@@ -28,6 +28,7 @@ from midfill.lsp.suggestions import (
     inline_items,
     menu_items,
     replaced_text,
+    wants_snippets,
 )
 from midfill.version import __version__
 
@@ -82,6 +83,7 @@ class MidfillLanguageServer:
         self._settings = settings
         self._documents: dict[str, Document] = {}  # open ones, in their present state
         self._encoding: PositionEncoding = "utf-16"  # of those that are opened from now on
+        self._snippets = False  # whether menu items are snippets
         self._statistics = Statistics()
         self._notices = Notices()
         self._problems: list[str] = []  # with the settings that the client has sent last
@@ -189,7 +191,7 @@ class MidfillLanguageServer:
             suggestions = await self._completer.complete(request, document)
             if suggestions is not None:
                 self._record_sent(suggestions, "")
-                items = menu_items(document, request.index, suggestions)
+                items = menu_items(document, request.index, suggestions, snippets=self._snippets)
         return types.CompletionList(is_incomplete=True, items=items)
 
     def _request(
@@ -222,6 +224,7 @@ class MidfillLanguageServer:
         capabilities = params.capabilities.text_document
         knows_inline = capabilities is not None and capabilities.inline_completion is not None
         menu = self._settings.menu
+        self._snippets = wants_snippets(params)
         if menu == "always" or (menu == "auto" and not knows_inline):
 
             @self.pygls.feature(
