@@ -15,6 +15,7 @@ KeyOption = Annotated[
         help=f"Key to send, where metrics need one; by default {API_KEY_VARIABLE}'s first.",
     ),
 ]
+_UNCUT = 1000  # columns; no line is padded to them
 IntervalOption = Annotated[
     float,
     typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="How often to read."),
@@ -44,6 +45,8 @@ def top(
         url = f"http://{url}"
     key = api_key or next(iter(os.environ.get(API_KEY_VARIABLE, "").split()), None)
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _UNCUT  # a pipe has no width, and 80 columns would cut lines off
     read = partial(read_snapshot, url, key)
     show = show_live if console.is_terminal and not once else show_once
     show(read, url, interval, console)
