@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from midfill.serving.options import API_KEY_VARIABLE
+from midfill.serving.options import API_KEY_VARIABLE, DEFAULT_URL
 
 UrlOption = Annotated[str, typer.Option(metavar="URL", help="The server.")]
 KeyOption = Annotated[
@@ -23,7 +23,7 @@ IntervalOption = Annotated[
 
 
 def top(
-    url: UrlOption = "http://127.0.0.1:8080",
+    url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
     interval: IntervalOption = 1.0,
     once: Annotated[
