@@ -149,6 +149,7 @@ async def connected(
     encodings: Sequence[types.PositionEncodingKind] | None = None,
     settings: dict[str, object] | None = None,
     configuration: dict[str, object] | None = None,
+    progress: bool = False,
 ) -> AsyncIterator[Editor]:
     """Start ``midfill lsp`` with options and connect to it; it must end well with the block.
 
@@ -158,6 +159,7 @@ async def connected(
         encodings: position encodings that the client knows, its favourite first.
         settings: ``initializationOptions``.
         configuration: what the server may ask for by ``workspace/configuration``.
+        progress: whether the client shows progress.
     """
     client = make_test_lsp_client()
     await client.start_io(sys.executable, "-m", "midfill", "lsp", *options, env={**os.environ})
@@ -171,7 +173,10 @@ async def connected(
         client.feature(types.CLIENT_REGISTER_CAPABILITY)(lambda params: None)
     general = types.GeneralClientCapabilities(position_encodings=encodings)
     capabilities = types.ClientCapabilities(
-        workspace=workspace, text_document=text_document, general=general
+        workspace=workspace,
+        text_document=text_document,
+        general=general,
+        window=types.WindowClientCapabilities(work_done_progress=progress),
     )
     result = await client.initialize_session(
         types.InitializeParams(capabilities, initialization_options=settings)

@@ -1,7 +1,8 @@
 """Each kind of trouble is shown once until it is over."""
 
-from midfill.lsp.language_server import Notices
+from midfill.lsp.language_server import LoadingMessages, Notices
 from midfill.lsp.suggestions import RequestRefusedError, ServerBusyError, ServerUnreachableError
+from midfill.system.progress import Stage
 
 
 def test_a_trouble_is_shown_once_until_it_is_over() -> None:
@@ -23,3 +24,17 @@ def test_a_busy_server_is_no_trouble_to_tell_of() -> None:
     notices = Notices()
     assert not notices.arises(ServerBusyError("loading"))
     assert not notices.over()
+
+
+def test_a_load_that_takes_long_is_told_of_stage_by_stage() -> None:
+    shown: list[str] = []
+    messages = LoadingMessages("loading", shown.append)
+    messages.stage(Stage("downloading", 10))
+    assert shown == []
+    messages.begin()
+    messages.stage(Stage("downloading", 20))
+    messages.stage(Stage("compiling kernels"))
+    assert [text.partition(";")[0] for text in shown] == [
+        "loading (downloading: 10%)",
+        "loading (compiling kernels)",
+    ]

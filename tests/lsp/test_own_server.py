@@ -44,7 +44,8 @@ def children(process_id: int) -> list[int]:
 async def test_the_model_that_is_named_is_served_until_the_language_server_ends(
     tiny_folder: Path,
 ) -> None:
-    async with connected("--model", str(tiny_folder), "-n", "8", "--min-confidence", "0") as editor:
+    own = ("--model", str(tiny_folder), "-n", "8", "--min-confidence", "0")
+    async with connected(*own, progress=True) as editor:
         uri = editor.open(TEXT + "\n")
         before = await first_completions(editor, uri)
         (server,) = children(editor.process_id)
@@ -60,16 +61,28 @@ async def test_the_model_that_is_named_is_served_until_the_language_server_ends(
     wait_for(lambda: not any(map(is_running, [server, *engines])))
 
 
+@pytest.mark.asyncio
+async def test_the_user_sees_what_a_load_waits_for(tiny_folder: Path) -> None:
+    async with connected("--model", str(tiny_folder), progress=True) as editor:
+        await first_completions(editor, editor.open(TEXT + "\n"))
+        ((begin, *reports, end),) = editor.client.progress_reports.values()
+        assert isinstance(begin, types.WorkDoneProgressBegin)
+        assert begin.title == f"midfill: loading {tiny_folder}"
+        messages = [getattr(report, "message", None) for report in reports]
+        assert "loading libraries" in messages
+        assert isinstance(end, types.WorkDoneProgressEnd)
+
+
 @pytest.mark.real_model
 @pytest.mark.asyncio
 async def test_the_default_model_is_served_where_no_server_answers() -> None:
-    async with connected("--url", "http://127.0.0.1:9", "--start") as editor:
+    async with connected("--url", "http://127.0.0.1:9", "--start", progress=True) as editor:
         assert await first_completions(editor, editor.open(TEXT + "\n"))
 
 
 @pytest.mark.asyncio
 async def test_a_model_that_cant_be_served_is_told_once(tmp_path: Path) -> None:
-    async with connected("--model", str(tmp_path)) as editor:
+    async with connected("--model", str(tmp_path), progress=True) as editor:
         await editor.message_count(1)
         uri = editor.open(TEXT)
         assert await editor.ask(uri, 0, 8) == []

@@ -4,7 +4,14 @@ import pytest
 from lsprotocol import types
 
 from midfill.lsp.documents import Document, PositionEncoding
-from midfill.lsp.suggestions import Caret, LastSuggestions, Suggestion, inline_items, menu_items
+from midfill.lsp.suggestions import (
+    Caret,
+    LastSuggestions,
+    Suggestion,
+    inline_items,
+    menu_items,
+    wants_snippets,
+)
 
 URI = "file:///a.py"
 
@@ -120,3 +127,59 @@ def test_a_menu_item_continues_the_word_before_the_caret() -> None:
 def test_a_menu_items_label_is_its_first_line_with_text() -> None:
     (item,) = menu_items(*document("x:|"), [Suggestion("1", "\n    return 1\nb")])
     assert item.label == "return 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion", "snippet"),
+    [
+        # The client begins further lines as the caret's begins; blank lines may have less.
+        ("\tif wi|", "dth:\n\t\treturn\n\n\tx", "width:\n\treturn\n\nx"),
+        ("a.wi|", "${d} \\", "wi\\${d\\} \\\\"),
+        # What stands further left can't be had.
+        ("    wi|", "dth\n  x\n    y", "width"),
+        ("wi|  # note", "dth\n  x\ny", "width\nx"),  # without the word, blanks begin the line
+    ],
+)
+def test_a_snippet_leaves_out_what_its_client_adds(
+    text: str, suggestion: str, snippet: str
+) -> None:
+    (item,) = menu_items(*document(text), [Suggestion("1", suggestion)], snippets=True)
+    assert item.insert_text_format == types.InsertTextFormat.Snippet
+    assert isinstance(item.text_edit, types.TextEdit)
+    assert item.text_edit.new_text == snippet
+
+
+def test_a_snippet_shows_all_of_its_first_line() -> None:
+    long = "long " * 30
+    (item,) = menu_items(*document("|"), [Suggestion("1", long + "\nx")], snippets=True)
+    assert item.label == long.strip()
+
+
+def test_a_snippet_of_which_nothing_is_left_is_not_offered() -> None:
+    assert menu_items(*document("    |"), [Suggestion("1", "\nx")], snippets=True) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "capabilities", "wanted"),
+    [
+        ("Neovim", {"snippet_support": True}, True),
+        ("Neovim", {"snippet_support": True, "insert_replace_support": True}, False),  # a plugin
+        ("Neovim", {}, False),
+        ("Emacs", {"snippet_support": True}, False),
+    ],
+)
+def test_only_neovims_own_menu_wants_snippets(
+    name: str, capabilities: dict[str, bool], wanted: bool
+) -> None:
+    menu = types.CompletionClientCapabilities(
+        completion_item=types.ClientCompletionItemOptions(**capabilities)
+    )
+    editor = types.ClientCapabilities(
+        text_document=types.TextDocumentClientCapabilities(completion=menu)
+    )
+    client = types.ClientInfo(name)
+    assert wants_snippets(types.InitializeParams(editor, client_info=client)) is wanted
+
+
+def test_a_client_that_says_nothing_of_itself_wants_no_snippets() -> None:
+    assert not wants_snippets(types.InitializeParams(types.ClientCapabilities()))

@@ -50,6 +50,24 @@ def test_text_shows_fields_behind_the_message(capsys: pytest.CaptureFixture[str]
     assert second.endswith(r'WARNING 1 of 2 name_of_it="two \"words\"\n"')
 
 
+def test_a_terminal_shows_what_a_request_has_cost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    configure()
+    access = logging.getLogger("midfill.access")
+    costs = {"prompt_tokens": 310, "cached_tokens": 298, "completion_tokens": 9}
+    access.info("POST /infill 200", extra={"request_id": "a", "ttft_seconds": 0.0421, **costs})
+    access.info("POST /infill 429", extra={"request_id": "a", "error": "queue_full"})
+    _log.info("it", extra={"a": 1})
+    served, refused, other = capsys.readouterr().err.splitlines()
+    assert served[8:] == (
+        " POST /infill 200  first token 42 ms  prompt 298 cached + 12 computed  9 generated"
+    )
+    assert refused[8:] == " POST /infill 429  queue_full"
+    assert other.endswith("INFO it a=1")
+
+
 def test_json_has_an_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure("json")
     _log.info("%(method)s it", {"method": "GET"}, extra={"status": 200})

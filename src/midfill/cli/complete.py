@@ -2,8 +2,9 @@
 
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ from midfill.cli.options import (
     ThreadsOption,
     WindowOption,
 )
+from midfill.cli.running_server import ServerFlags
 from midfill.errors import MidfillError
 from midfill.infill.trim import Brackets, Lines
 
@@ -44,6 +46,12 @@ class LoadingFlags:
     device: DeviceOption = None
     threads: ThreadsOption = None
     method: MethodOption = "none"
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given."""
+        changed = (each.name for each in fields(self) if getattr(self, each.name) != each.default)
+        return [f"--{name.replace('_', '-')}" for name in changed]
 
     def load(self, model: str | None, adapter: str | None, progress: "Progress") -> "LLM":
         """Load a model, the default one if none is named.
@@ -128,16 +136,41 @@ def complete(
     brackets: BracketsOption = "keep",
     empty_threshold: EmptyThresholdOption = None,
     around: AroundOption = 4,
+    server: ServerFlags,
     loading: LoadingFlags,
 ) -> None:
     """Fill in at a place in a file, and show the result there; the file is not changed.
 
+    A server that runs at the default address is asked if it serves the model, which else is loaded.
+
     If the model suggests nothing there, a line on stderr says so; the exit status is still 0.
     """
+    caret = find_caret(place)
+    own = ["--adapter"] if adapter is not None else []
+    found = server.find(model, own + loading.given)
+    show = partial(_show, place, caret, around)
+    if found is not None:
+        client, served = found
+        body: dict[str, object] = {
+            "model": served.id,
+            "prompt": caret.prefix,
+            "suffix": caret.suffix,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stop": stop,
+            "midfill": {
+                "trim": trim,
+                "lines": lines,
+                "brackets": brackets,
+                "empty_threshold": empty_threshold,
+            },
+        }
+        show(client.complete(body), served.infills)
+        return
     from midfill.cli.progress import show_progress
     from midfill.frontend.sampling import PostProcessing, SamplingParams
 
-    caret = find_caret(place)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -151,12 +184,24 @@ def complete(
         answer = llm.infill_stream(
             caret.prefix, caret.suffix, sampling, empty_threshold=empty_threshold
         )
-        for text in render(caret, (delta.text for delta in answer), around, _has_colours()):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        if not answer.result().text.strip():
-            typer.echo(f"midfill: no suggestion at {place}", err=True)
-    if llm.fim_format is None:
+        show((delta.text for delta in answer), llm.fim_format is not None)
+
+
+def _show(place: str, caret: Caret, around: int, answer: Iterable[str], infills: bool) -> None:
+    """Show an answer in its place as it arrives, and say what is wrong with it."""
+    parts: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for part in answer:
+            parts.append(part)
+            yield part
+
+    for text in render(caret, noted(), around, _has_colours()):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    if not "".join(parts).strip():
+        typer.echo(f"midfill: no suggestion at {place}", err=True)
+    if not infills:
         typer.echo(
             "midfill: no FIM tokens known for this model; it saw only the text before the caret",
             err=True,

@@ -1,11 +1,13 @@
 """Display of the progress of long work on the terminal."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from midfill.system.progress import Progress
+from midfill.system.progress import STAGES_VARIABLE, Progress, stage_lines
 
 _LINE_SECONDS = 10.0
 
@@ -19,7 +21,7 @@ def show_progress(write: Callable[[str], None] = _print_line) -> Iterator[Progre
     """Show a progress bar on standard error, which disappears at the end.
 
     Where that is no terminal, write a line from time to time, so that a log shows why a large
-    model isn't ready yet.
+    model isn't ready yet; a program that has started this one can have it on standard output.
 
     Args:
         write: writes such a line; a server logs it, in the format of its log.
@@ -27,6 +29,9 @@ def show_progress(write: Callable[[str], None] = _print_line) -> Iterator[Progre
     Yields:
         The function to report progress to, in bytes or steps.
     """
+    if STAGES_VARIABLE in os.environ:
+        yield stage_lines(partial(print, flush=True))
+        return
     from rich.console import Console
 
     console = Console(stderr=True)

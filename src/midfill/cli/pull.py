@@ -25,7 +25,7 @@ def pull(
 
 
 def models() -> None:
-    """List the models that can be served by name.
+    """List the models that can be served by name, and models for code with their speed here.
 
     Other models of the same families are served from a path or the hub.
     Every family is tested with tiny random checkpoints against transformers,
@@ -34,8 +34,11 @@ def models() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from midfill.cli.code_models import code_models
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL, list_models
     from midfill.models.families import FAMILIES
+    from midfill.system.bandwidth import memory_bandwidth
+    from midfill.system.machine import available_memory
     from midfill.system.reporting import format_size
 
     table = Table(box=None, pad_edge=False)
@@ -47,3 +50,12 @@ def models() -> None:
         table.add_row(name, format_size(entry.bytes), entry.format, entry.state, where)
     Console().print(table)
     Console().print(f"Families: {', '.join(sorted(FAMILIES))}", highlight=False)
+    bandwidth = memory_bandwidth(anew=True)
+    lines = list(code_models(bandwidth, available_memory()))
+    if lines:
+        typer.echo(
+            f"\nModels for code that fit into this machine, and what its memory"
+            f" ({bandwidth / 1e9:.0f} GB/s) allows at most:"
+        )
+    for line in lines:
+        typer.echo(f"  {line}")

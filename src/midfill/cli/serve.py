@@ -2,7 +2,7 @@
 
 import json
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,7 +43,7 @@ app.command(cls=GroupedHelp)(serve)
 
 def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") -> None:
     """Run the server; show how loading goes, and then the banner."""
-    from midfill.system.process import without_collections
+    from midfill.system.process import start_in_background, without_collections
 
     with without_collections():
         from midfill.cli.progress import show_progress
@@ -72,8 +72,29 @@ def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") ->
         def ready(url: str, info: "EngineInfo", service: "ModelService") -> None:
             shown.close()
             typer.echo(banner(url, info, service))
+            if model == DEFAULT_MODEL and info.backend.startswith("CPU"):
+                # The first request need not wait for it.
+                start_in_background(_show_code_models, "models for code")
 
         run_server(options, path, progress, ready, process)
+
+
+def _show_code_models() -> None:
+    """Say what the default model is, and what else this machine could serve."""
+    from midfill.cli.code_models import code_models
+    from midfill.system.bandwidth import memory_bandwidth
+    from midfill.system.machine import available_memory
+
+    bandwidth = memory_bandwidth()  # measured at the first start on a machine, later read
+    lines = [f"  {line}\n" for line in code_models(bandwidth, available_memory(), usable=True)]
+    if not lines:
+        return
+    with suppress(OSError):  # nobody reads what follows the banner
+        typer.echo(
+            "This model is a demonstration: small, and often wrong. Models for code, with what"
+            f" memory\nof {bandwidth / 1e9:.0f} GB/s allows at most (midfill models lists more):\n"
+            + "".join(lines)
+        )
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from midfill.serving.options import API_KEY_VARIABLE
+from midfill.serving.options import API_KEY_VARIABLE, DEFAULT_URL
 
 UrlOption = Annotated[str, typer.Option(metavar="URL", help="The server.")]
 KeyOption = Annotated[
@@ -15,6 +15,7 @@ KeyOption = Annotated[
         help=f"Key to send, where metrics need one; by default {API_KEY_VARIABLE}'s first.",
     ),
 ]
+_UNCUT = 1000  # columns; no line is padded to them
 IntervalOption = Annotated[
     float,
     typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="How often to read."),
@@ -22,7 +23,7 @@ IntervalOption = Annotated[
 
 
 def top(
-    url: UrlOption = "http://127.0.0.1:8080",
+    url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
     interval: IntervalOption = 1.0,
     once: Annotated[
@@ -44,6 +45,8 @@ def top(
         url = f"http://{url}"
     key = api_key or next(iter(os.environ.get(API_KEY_VARIABLE, "").split()), None)
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _UNCUT  # a pipe has no width, and 80 columns would cut lines off
     read = partial(read_snapshot, url, key)
     show = show_live if console.is_terminal and not once else show_once
     show(read, url, interval, console)

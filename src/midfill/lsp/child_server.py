@@ -19,9 +19,10 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from midfill.errors import MidfillError
+from midfill.system.progress import STAGES_VARIABLE, Stage
 from midfill.system.python_child import python_command, python_environment
 
 _log = logging.getLogger("midfill.lsp.child_server")  # __name__ is "__main__" in the process
@@ -61,7 +62,7 @@ class ChildServer:
             process = await asyncio.create_subprocess_exec(
                 *python_command("-m", "midfill.lsp.child_server", *arguments, "--port", "0"),
                 stdin=pipe, stdout=pipe, stderr=pipe,
-                env={**python_environment(), "MIDFILL_API_KEY": key},
+                env={**python_environment(), "MIDFILL_API_KEY": key, STAGES_VARIABLE: "1"},
             )  # fmt: skip
         except OSError as error:
             raise MidfillError(f"midfill serve can't be started: {error}") from error
@@ -80,8 +81,11 @@ class ChildServer:
             return False
         return True
 
-    async def ready(self) -> str:
+    async def ready(self, on_stage: Callable[[Stage], None]) -> str:
         """Wait until the model is loaded; return the server's URL.
+
+        Args:
+            on_stage: called with what the process is doing.
 
         Raises:
             MidfillError: the process has ended; the message has its last line.
@@ -89,8 +93,9 @@ class ChildServer:
         stdout = self._process.stdout
         assert stdout is not None
         async for line in _lines(stdout):
-            found = _URL.search(line)
-            if found is not None:
+            if (stage := Stage.parse(line)) is not None:
+                on_stage(stage)
+            elif (found := _URL.search(line)) is not None:
                 self._tasks.append(asyncio.create_task(_drain(stdout)))
                 return found[1]
         status = await self._process.wait()

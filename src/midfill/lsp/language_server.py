@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -28,7 +28,9 @@ from midfill.lsp.suggestions import (
     inline_items,
     menu_items,
     replaced_text,
+    wants_snippets,
 )
+from midfill.system.progress import Stage
 from midfill.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ STATISTICS_COMMAND = "midfill.statistics"
 
 _MENU_TRIGGERS = tuple(" .,:=([{<+-*/|&")
 _CLIENT_SECONDS = 2.0  # to wait for a client's answer
+_PATIENCE_SECONDS = 3.0  # before a user is told why there are no completions yet
 
 _ENCODINGS: tuple[PositionEncoding, ...] = ("utf-8", "utf-16", "utf-32")
 
@@ -82,6 +85,7 @@ class MidfillLanguageServer:
         self._settings = settings
         self._documents: dict[str, Document] = {}  # open ones, in their present state
         self._encoding: PositionEncoding = "utf-16"  # of those that are opened from now on
+        self._snippets = False  # whether menu items are snippets
         self._statistics = Statistics()
         self._notices = Notices()
         self._problems: list[str] = []  # with the settings that the client has sent last
@@ -189,7 +193,7 @@ class MidfillLanguageServer:
             suggestions = await self._completer.complete(request, document)
             if suggestions is not None:
                 self._record_sent(suggestions, "")
-                items = menu_items(document, request.index, suggestions)
+                items = menu_items(document, request.index, suggestions, snippets=self._snippets)
         return types.CompletionList(is_incomplete=True, items=items)
 
     def _request(
@@ -222,6 +226,7 @@ class MidfillLanguageServer:
         capabilities = params.capabilities.text_document
         knows_inline = capabilities is not None and capabilities.inline_completion is not None
         menu = self._settings.menu
+        self._snippets = wants_snippets(params)
         if menu == "always" or (menu == "auto" and not knows_inline):
 
             @self.pygls.feature(
@@ -306,30 +311,68 @@ class MidfillLanguageServer:
         _log.warning("%s", text)
         self.pygls.window_show_message(types.ShowMessageParams(kind, f"midfill: {text}"))
 
+    def _show_message(self, text: str) -> None:
+        _log.info("%s", text)
+        self.pygls.window_show_message(types.ShowMessageParams(types.MessageType.Info, text))
+
     @contextlib.asynccontextmanager
-    async def _show_loading(self, model: str) -> AsyncIterator[None]:
-        """Show that a model is being loaded, if the client can."""
+    async def _show_loading(self, model: str) -> AsyncIterator[Callable[[Stage], None]]:
+        """Show that a model is being loaded, and what that waits for, as the client can."""
         window = self.pygls.client_capabilities.window
         title = f"midfill: loading {model}"
         _log.info("%s", title)
-        if not (window and window.work_done_progress):
-            yield
-            return
         progress, token = self.pygls.work_done_progress, str(uuid4())
         shown = False
-        with _client_errors_logged(
-            types.WINDOW_WORK_DONE_PROGRESS_CREATE, "it can't show that a model is loading"
-        ):
-            await _soon(progress.create_async(token))
-            shown = True
+        if window and window.work_done_progress:
+            with _client_errors_logged(
+                types.WINDOW_WORK_DONE_PROGRESS_CREATE, "it can't show that a model is loading"
+            ):
+                await _soon(progress.create_async(token))
+                shown = True
         if not shown:
-            yield
+            messages = LoadingMessages(title, self._show_message)
+            timer = asyncio.get_running_loop().call_later(_PATIENCE_SECONDS, messages.begin)
+            try:
+                yield messages.stage
+            finally:
+                timer.cancel()
             return
+        # Without percentages: each stage has its own, and LSP's must not go down.
         progress.begin(token, types.WorkDoneProgressBegin(title))
         try:
-            yield
+            yield lambda stage: progress.report(
+                token, types.WorkDoneProgressReport(message=str(stage))
+            )
         finally:
             progress.end(token, types.WorkDoneProgressEnd())
+
+
+class LoadingMessages:
+    """What the user of a client that shows no progress is told while a model is loaded.
+
+    It begins a little after the load: one that is short needs no words.
+
+    Args:
+        title: what is going on.
+        show: shows the user a message.
+    """
+
+    def __init__(self, title: str, show: Callable[[str], None]) -> None:
+        self._title = title
+        self._show = show
+        self._stage = Stage("starting")
+        self._begun = False
+
+    def begin(self) -> None:
+        """Tell of the present stage, and of each that follows."""
+        self._begun = True
+        self._show(f"{self._title} ({self._stage}); completions come after that")
+
+    def stage(self, stage: Stage) -> None:
+        """Note what is being waited for."""
+        before, self._stage = self._stage, stage
+        if self._begun and stage.name != before.name:
+            self.begin()
 
 
 @contextlib.contextmanager

@@ -18,11 +18,12 @@ from midfill.lsp.suggestions import (
     ServerStartError,
     ServerUnreachableError,
 )
+from midfill.system.progress import Stage
 
 if TYPE_CHECKING:
     from midfill.lsp.api_client import ApiClient
 
-Loading = Callable[[str], AbstractAsyncContextManager[None]]
+Loading = Callable[[str], AbstractAsyncContextManager[Callable[[Stage], None]]]
 
 _ENDING_SECONDS = 2.0  # from the end of a connection to its server
 _FIRST_PAUSE, _LAST_PAUSE = 5.0, 300.0  # seconds between attempts to start a server
@@ -33,7 +34,8 @@ class ServerAccess:
 
     Args:
         settings: which.
-        show_loading: returns a context in which the user sees that a model (by its name) is loaded.
+        show_loading: returns a context in which the user sees that a model (by its name) is loaded;
+            what it yields is called with what that is waiting for.
         on_failure: called when the language server's own server can't be started.
     """
 
@@ -127,9 +129,9 @@ class _OwnServer:
     async def _load(self) -> None:
         try:
             await self._close_child()
-            async with self._show_loading(self._model or "the default model"):
+            async with self._show_loading(self._model or "the default model") as show_stage:
                 self._child = await ChildServer.start(self._model)
-                url = await self._child.ready()
+                url = await self._child.ready(show_stage)
             self._client = _connect(url, self._child.api_key)
             self._failures = 0
         except MidfillError as error:

@@ -6,7 +6,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-DEFAULT_URL = "http://127.0.0.1:8080"
+from midfill.serving.options import DEFAULT_URL
+
 SECTION = "midfill"
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from midfill.lsp.documents import Document
 ACCEPTED_COMMAND = "midfill.accepted"
 _RUN = re.compile(r"\S*\Z")
 _WORD = re.compile(r"\w*\Z")
+_SPECIAL = re.compile(r"[\\$}]")  # in snippets
 _MAX_LABEL = 60  # characters
 
 
@@ -171,31 +173,76 @@ def inline_items(
 
 
 def menu_items(
-    document: Document, index: int, suggestions: Sequence[Suggestion]
+    document: Document, index: int, suggestions: Sequence[Suggestion], *, snippets: bool = False
 ) -> list[types.CompletionItem]:
-    """Return items of ``textDocument/completion``, which menus filter by the word at the caret."""
+    """Return items of ``textDocument/completion``, which menus filter by the word at the caret.
+
+    Args:
+        document: the document.
+        index: the caret's, in the document's text.
+        suggestions: what to offer.
+        snippets: whether an item is a snippet that the client indents, see ``wants_snippets``.
+    """
     word = _text_before(document, index, _WORD)
     range = _range(document, index, word)
+    indentation = _indentation(document, index, word)
+    format = types.InsertTextFormat.Snippet if snippets else types.InsertTextFormat.PlainText
     items = []
     for place, suggestion in enumerate(suggestions):
         text = word + suggestion.text
+        if snippets:
+            text = _as_far_right(text, indentation)
         label = text.strip().partition("\n")[0].rstrip()
-        shown = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
+        # Of a snippet, the label is what stands in the text while the item is selected.
+        whole = snippets or len(label) <= _MAX_LABEL
         items.append(
             types.CompletionItem(
-                label=shown,
+                label=label if whole else f"{label[: _MAX_LABEL - 1]}…",
                 label_details=types.CompletionItemLabelDetails(description="midfill"),
                 kind=types.CompletionItemKind.Text,
                 documentation=text,
                 sort_text=f" {place}",  # before what other servers offer
                 filter_text=text,
-                insert_text_format=types.InsertTextFormat.PlainText,
+                insert_text_format=format,
                 insert_text_mode=types.InsertTextMode.AsIs,
-                text_edit=types.TextEdit(range, text),
+                text_edit=types.TextEdit(range, _snippet(text, indentation) if snippets else text),
                 command=_accepted(suggestion),
             )
         )
-    return items
+    return [item for item in items if item.label]
+
+
+def wants_snippets(params: types.InitializeParams) -> bool:
+    """Whether a client's menu inserts the whole of a snippet only.
+
+    Of a plain text edit, the menu of Neovim 0.11 inserts what stands before the first blank, and
+    that of 0.12 the first line. Plugins that are menus of Neovim insert all of it; they say that
+    they can replace text as well, which the editor's own menu does not.
+    """
+    capabilities = params.capabilities.text_document
+    menu = capabilities and capabilities.completion and capabilities.completion.completion_item
+    if not menu or params.client_info is None or params.client_info.name != "Neovim":
+        return False
+    return bool(menu.snippet_support) and not menu.insert_replace_support
+
+
+def _indentation(document: Document, index: int, word: str) -> str:
+    """Return the blanks that the caret's line begins with once the word is taken out."""
+    start, end = document.line_bounds(document.line_at(index))
+    line = document.text[start : index - len(word)] + document.text[index:end]
+    return line[: len(line) - len(line.lstrip(" \t"))]
+
+
+def _as_far_right(text: str, indentation: str) -> str:
+    """Return a text up to its first line that is indented less; blank lines don't count."""
+    first, *others = text.split("\n")
+    kept = takewhile(lambda line: not line.strip() or line.startswith(indentation), others)
+    return "\n".join((first, *kept)).rstrip("\n")
+
+
+def _snippet(text: str, indentation: str) -> str:
+    """Return LSP's snippet of a text, for a client that begins its further lines with blanks."""
+    return _SPECIAL.sub(r"\\\g<0>", text.replace(f"\n{indentation}", "\n"))
 
 
 def replaced_text(document: Document, index: int) -> str:

@@ -24,6 +24,7 @@ from midfill.errors import MidfillError, OptionError
 RouterName = Literal["document", "round-robin"]
 DEFAULT_COMPLETION_TIMEOUT = 120.0
 API_KEY_VARIABLE = "MIDFILL_API_KEY"
+DEFAULT_URL = "http://127.0.0.1:8080"  # of a server that is given neither host nor port
 
 
 class WindowSize(NamedTuple):

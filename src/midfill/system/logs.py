@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -35,6 +35,9 @@ from midfill.errors import GenerationError, InvalidRequestError, MidfillError, U
 
 log_context: ContextVar[Mapping[str, object] | None] = ContextVar("log_context", default=None)
 """Fields of whatever is logged in a context."""
+
+ACCESS = "midfill.access"
+"""The logger of finished requests."""
 
 _OWN = "midfill"  # the logger of everything that midfill logs
 _NO_FIELDS = frozenset({*RESERVED_ATTRS, "color_message", "taskName"})  # uvicorn's, Python 3.12's
@@ -55,13 +58,19 @@ def configure_logs(options: LogOptions, *, process: str | None = None) -> None:
     if options.redact:
         handler.addFilter(redact)
         redact_uncaught()
-    handler.setFormatter(_Json(process) if options.format == "json" else _Text(process))
+    handler.setFormatter(_formatter(options, process, handler.stream.isatty()))
     level = logging.getLevelNamesMapping()[options.level.upper()]
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level if level == logging.DEBUG else max(level, logging.WARNING))
     logging.getLogger(_OWN).setLevel(level)
     logging.captureWarnings(True)  # Python's own, which libraries raise, are lines like all others
+
+
+def _formatter(options: LogOptions, process: str | None, terminal: bool) -> logging.Formatter:
+    if options.format == "json":
+        return _Json(process)
+    return _Terminal(process) if terminal else _Text(process)
 
 
 def _add_context(record: logging.LogRecord) -> bool:
@@ -123,6 +132,29 @@ class _Text(logging.Formatter):
         shown = _named_arguments(record)
         pairs = [f"{name}={_as_word(value)}" for name, value in fields.items() if name not in shown]
         return " ".join([super().formatMessage(record), *pairs])
+
+
+class _Terminal(_Text):
+    """A line for somebody who watches: of a request, what it has cost in a few words."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line, without the traceback that may follow it."""
+        if record.name != ACCESS:
+            return super().formatMessage(record)
+        time = self.formatTime(record, "%H:%M:%S")
+        return "  ".join([f"{time} {record.message}", *_costs(record.__dict__)])
+
+
+def _costs(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is known of a request's costs, in words."""
+    if (error := fields.get("error")) is not None:
+        yield str(error)
+    if (first := fields.get("ttft_seconds")) is not None:
+        yield f"first token {1000 * first:,.0f} ms"
+    if (cached := fields.get("cached_tokens")) is not None:
+        yield f"prompt {cached} cached + {fields['prompt_tokens'] - cached} computed"
+    if (generated := fields.get("completion_tokens")) is not None:
+        yield f"{generated} generated"
 
 
 class _Json(JsonFormatter):

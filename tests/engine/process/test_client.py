@@ -203,6 +203,18 @@ def test_a_closed_client_does_not_ask_to_try_again(delays: Delays) -> None:
     assert raised.value.retry_after is None
 
 
+def test_the_pool_is_known_before_the_first_step(delays: Delays) -> None:
+    client = run_scripts()
+
+    async def test() -> None:
+        await client.start()
+        assert client.stats == EngineStats(slots_total=INFO.slots, slots_free=INFO.slots)
+        await client.close()
+
+    asyncio.run(test())
+    assert client.stats == EngineStats()
+
+
 def test_queued_tokens_are_bounded(delays: Delays) -> None:
     client = run_scripts(max_queued_tokens=100)
 

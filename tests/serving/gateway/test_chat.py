@@ -34,11 +34,12 @@ def on_chats(
     return lambda path, body: answer() if path == _PATH else None
 
 
-def test_a_chat_reaches_the_server_whole_and_its_answer_the_client() -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
+def test_a_chat_reaches_the_server_whole_and_its_answer_the_client(path: str) -> None:
     async def test() -> None:
         with StubUpstream() as upstream:
             async with serve(upstream.url) as gateway:
-                response = await gateway.client.post("/v1/chat/completions", json=CHAT)
+                response = await gateway.client.post(path, json=CHAT)
             assert upstream.chats == [CHAT]
             assert response.headers["content-type"] == "application/json"
             assert response.json() == {"said": "Hello there", "usage": CHAT_USAGE}

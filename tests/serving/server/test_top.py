@@ -109,6 +109,15 @@ def test_once_prints_the_servers_numbers(server: RunningServer) -> None:
     assert "tenant" not in result.stdout  # there is one without a name
 
 
+def test_nothing_is_cut_off_in_a_pipe(server: RunningServer) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    url = server.url + 100 * "/"
+    arguments = command(url, "--once")
+    shown = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    title, *_ = shown.stdout.splitlines()
+    assert title.endswith(url)
+
+
 @pytest.mark.parametrize("columns", [20, 45, 200])
 def test_it_fits_any_width(server: RunningServer, columns: int) -> None:
     result = once(server.url, columns)

@@ -119,7 +119,11 @@ def other_server() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.path == "/prometheus/metrics"
-            self.send_response(200 if known else 404)
+            if self.path == "/elsewhere/metrics":
+                self.send_response(307)
+                self.send_header("location", "/prometheus/metrics")
+            else:
+                self.send_response(200 if known else 404)
             self.end_headers()
             self.wfile.write(b"up 1.0\n" if known else b"")
 
@@ -139,6 +143,11 @@ def other_server() -> Iterator[str]:
 def test_another_server_is_told_from_midfill(other_server: str, path: str, complaint: str) -> None:
     with pytest.raises(ServerGoneError, match=complaint):
         read_snapshot(other_server + path)
+
+
+def test_a_redirect_is_not_followed(other_server: str) -> None:
+    with pytest.raises(ServerGoneError, match="answers with status 307"):
+        read_snapshot(f"{other_server}/elsewhere", "key")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://", "nonsense://a", "http://[::"])

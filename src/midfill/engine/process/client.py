@@ -53,7 +53,7 @@ class EngineClient:
             requests but has said nothing for a while, "restarting" after it died, "dead" once the
             client is closed or the first start has failed.
         info: what the engine reported when it was last ready; None before.
-        stats: the engine's numbers after its last step.
+        stats: the engine's numbers after its last step; before its first one, its empty pool.
         tenants: its numbers by tenant, of the last twentieth of a second or newer.
         restarts: how often the engine was restarted.
     """
@@ -394,6 +394,7 @@ class EngineClient:
                 if self.info is not None:
                     _log.warning("the engine is ready again")
                 self.state, self.info = "ready", info
+                self.stats = EngineStats(slots_total=info.slots, slots_free=info.slots)
                 self._admission.work.slots = info.slots
                 if self._first_start is not None and not self._first_start.done():
                     self._first_start.set_result(info)

@@ -25,12 +25,12 @@ from midfill.serving.gateway.upstream_api import RelayedEvent, UpstreamFailedErr
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
 from midfill.serving.server.bodies import read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.dialects.openai import CHAT_PATHS
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ModelService
 
 _log = logging.getLogger(__name__)
-_PATH = "/v1/chat/completions"
 _MAX_TOLD = 2**20  # tokens of one chat that an upstream is believed
 _SALTED = ("vllm", "sglang")
 _OPERATORS = frozenset(
@@ -54,7 +54,8 @@ def chat_dialect(engine: GatewayEngine, pool: UpstreamPool, calls: UpstreamCalls
     def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         router = APIRouter()
 
-        @router.post(_PATH)
+        @router.post(CHAT_PATHS[0])
+        @router.post(CHAT_PATHS[1])
         async def chat_completions(
             request: Request, tenant: Annotated[str, Depends(tenant_of)]
         ) -> Response:
@@ -145,7 +146,9 @@ class _Chat:
             if upstream is None:
                 raise self._pool.error(failed)
             begun = False
-            events = upstream.relay(_PATH, self._body_for(upstream), streamed=self._streamed)
+            events = upstream.relay(
+                CHAT_PATHS[0], self._body_for(upstream), streamed=self._streamed
+            )
             try:
                 async with contextlib.aclosing(events):
                     async for event in events:

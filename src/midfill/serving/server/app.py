@@ -78,6 +78,7 @@ def create_app(
     tenant_of = tenant_check(keys, service.limits)
     monitors_only = [Depends(monitor_check(keys))]
     error_bodies: dict[str, ErrorBody] = {}
+    prefixes = {each.prefix: each.error_body for each in dialects if each.prefix is not None}
     for dialect in dialects:
         router = dialect.routes(service, tenant_of)
         for route in router.routes:
@@ -92,7 +93,7 @@ def create_app(
     app.include_router(pages.dashboard_routes(), dependencies=monitors_only)
     bodies = [body for dialect in dialects for body in dialect.bodies]
     app.include_router(description_routes(app, bodies), dependencies=monitors_only)
-    install_error_handlers(app, error_bodies)
+    install_error_handlers(app, error_bodies, prefixes)
     app.add_middleware(CancelOnDisconnect)
 
     queued = {path: dialect.error_body for dialect in dialects for path in dialect.queued}

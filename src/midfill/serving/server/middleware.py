@@ -24,12 +24,12 @@ from midfill.serving.server.metrics import Metrics
 from midfill.serving.server.request import RequestRecord, current_request
 from midfill.serving.server.responses import CLIENT_GONE, ApiError, ErrorBody, error_response
 from midfill.serving.server.service import ModelService
-from midfill.system.logs import log_context
+from midfill.system.logs import ACCESS, log_context
 
 if TYPE_CHECKING:  # needs an extra
     from midfill.serving.server.tracing import RequestTraces
 
-_log = logging.getLogger("midfill.access")
+_log = logging.getLogger(ACCESS)
 _HEADER = b"x-request-id"
 _SANE = re.compile(rb"[!-~]{1,128}")
 _MAX_PATH = 200  # characters of an unknown path

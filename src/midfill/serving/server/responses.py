@@ -145,13 +145,20 @@ def error_response(error: Exception, error_body: ErrorBody = openai_error_body) 
     )
 
 
-def install_error_handlers(app: FastAPI, error_bodies: Mapping[str, ErrorBody]) -> None:
-    """Give every error its dialect's shape, those of unknown paths OpenAI's.
+def install_error_handlers(
+    app: FastAPI, error_bodies: Mapping[str, ErrorBody], prefixes: Mapping[str, ErrorBody]
+) -> None:
+    """Give every error its dialect's shape, unknown paths OpenAI's.
 
     Args:
         app: the application.
         error_bodies: the shapes by path.
+        prefixes: those of unknown paths, by what they begin with.
     """
+
+    def error_body_of(path: str) -> ErrorBody:
+        unknown = (body for prefix, body in prefixes.items() if path.startswith(prefix))
+        return error_bodies.get(path) or next(unknown, openai_error_body)
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
@@ -159,7 +166,7 @@ def install_error_handlers(app: FastAPI, error_bodies: Mapping[str, ErrorBody]) 
         elif isinstance(error, HTTPException) and error.status_code == 405:
             message = f"{request.url.path} doesn't take {request.method}"
             error = ApiError(405, message, headers=error.headers)
-        return error_response(error, error_bodies.get(request.url.path, openai_error_body))
+        return error_response(error, error_body_of(request.url.path))
 
     async def ignore(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)

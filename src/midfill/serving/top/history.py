@@ -74,6 +74,16 @@ class Snapshot:
         return dict(sorted(counts.items()))
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer like any other: the key goes to the address that was named."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Return no further request."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 def read_snapshot(url: str, api_key: str | None = None, timeout: float = 5.0) -> Snapshot:
     """Read a server's metrics.
 
@@ -89,7 +99,7 @@ def read_snapshot(url: str, api_key: str | None = None, timeout: float = 5.0) ->
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     try:
         request = urllib.request.Request(address, headers=headers)
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with _OPENER.open(request, timeout=timeout) as response:
             text = response.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):

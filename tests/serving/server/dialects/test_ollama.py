@@ -174,6 +174,15 @@ def test_errors_are_strings(
     assert response.json()["error"].startswith(message)
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/api/pull"), ("GET", "/api/v2/x")])
+def test_an_unknown_path_is_reported_as_ollama_does(
+    server: RunningServer, method: str, path: str
+) -> None:
+    response = server.client.request(method, server.url + path)
+    assert response.status_code == 404
+    assert response.json() == {"error": f"there is nothing at {method} {path}"}
+
+
 def test_the_client_reports_errors(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="there is no model 'llama3'") as raised:
         client.generate("llama3", "a")

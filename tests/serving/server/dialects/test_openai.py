@@ -51,6 +51,15 @@ def test_a_streamed_chat_has_the_same_text(server: RunningServer) -> None:
     assert usage.completion_tokens == 20
 
 
+def test_the_version_may_be_left_out(server: RunningServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    with_version, without = (
+        server.post(path, body).json()["choices"]
+        for path in ("/v1/chat/completions", "/chat/completions")
+    )
+    assert without == with_version
+
+
 def test_the_conversation_so_far_is_cached(server: RunningServer) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "hi"}]
     body = {"messages": messages, "max_tokens": 1}

@@ -21,10 +21,13 @@ class Dialect:
         routes: returns the router of its endpoints.
         bodies: its request bodies, described in the OpenAPI document.
         error_body: returns the JSON body of an error at one of its paths.
+        prefix: where a path that nobody has is this API's as well, so that its client can read the
+            error; None has no such place.
         queued: its paths where requests are queued for the engine.
     """
 
     routes: Callable[[ModelService, TenantOf], APIRouter]
     bodies: tuple[type[msgspec.Struct], ...] = ()
     error_body: ErrorBody = openai_error_body
+    prefix: str | None = None
     queued: tuple[str, ...] = ()

@@ -390,5 +390,6 @@ DIALECT = Dialect(
     routes=routes,
     bodies=(GenerateBody, ChatBody, ShowBody),
     error_body=error_body,
+    prefix="/api/",
     queued=("/api/generate", "/api/chat"),
 )

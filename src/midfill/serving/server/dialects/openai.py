@@ -194,11 +194,16 @@ class ChatRequest(GenerationFields, kw_only=True):
     response_format: dict[str, msgspec.Raw] | None = None
 
 
+# Continue's provider for llama.cpp leaves out the version, as that server's own routes do.
+CHAT_PATHS = ("/v1/chat/completions", "/chat/completions")
+
+
 def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the endpoint."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", openapi_extra=body_reference(ChatRequest))
+    @router.post(CHAT_PATHS[0], openapi_extra=body_reference(ChatRequest))
+    @router.post(CHAT_PATHS[1], openapi_extra=body_reference(ChatRequest))
     async def chat_completions(
         request: Request, tenant: Annotated[str, Depends(tenant_of)]
     ) -> Response:
@@ -350,4 +355,4 @@ def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
-DIALECT = Dialect(routes=chat_routes, bodies=(ChatRequest,), queued=("/v1/chat/completions",))
+DIALECT = Dialect(routes=chat_routes, bodies=(ChatRequest,), queued=CHAT_PATHS)
