@@ -9,7 +9,6 @@ integer arithmetic.
 Blocks of activations are described in activations.py, panels of weights in weight_formats.py.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -144,10 +143,6 @@ class _QuantProducts:
         self._context, self._builder, self._layout, self._rows = context, builder, layout, rows
         # 8 bits: the quant minus 128, their zero, which is the quant with its highest bit flipped.
         self._takes_signed = layout.bits == 8 and has_dot_products(context)
-        # Which vectors of outputs are summed at a time: NEON has registers for 4 rows of one.
-        every = range(VECTORS)
-        halved = rows > 2 and has_dot_products(context)
-        self._outputs = [[v] for v in every] if halved else [every]
         self._indices = [(r, v) for r in range(rows) for v in range(VECTORS)]
         self._totals = {index: self._variable(constant(0.0)) for index in self._indices}
         self._sums = {index: self._variable(integers(0)) for index in self._indices}
@@ -191,16 +186,14 @@ class _QuantProducts:
         fours = max(1, 8 // min(layout.planes) // VECTORS)
         steps = layout.scaled_inputs // 4 // fours
         for part in range(GROUP // layout.scaled_inputs):
-            for outputs in self._outputs:
-                self._start_sums(part, outputs, x_blocks)
-                with cgutils.for_range(builder, integer(steps), intp=I64) as step:
-                    number = builder.add(step.index, integer(part * steps))
-                    first = builder.mul(number, integer(fours))
-                    self._add_fours(quants, first, fours, outputs, x_blocks)
-                for v in outputs:
-                    self._scale(block, group, part, v, x_blocks)
+            self._start_sums(part, x_blocks)
+            with cgutils.for_range(builder, integer(steps), intp=I64) as step:
+                number = builder.add(step.index, integer(part * steps))
+                self._add_fours(quants, builder.mul(number, integer(fours)), fours, x_blocks)
+            for v in range(VECTORS):
+                self._scale(block, group, part, v, x_blocks)
 
-    def _start_sums(self, part: int, outputs: Sequence[int], x_blocks: list[Any]) -> None:
+    def _start_sums(self, part: int, x_blocks: list[Any]) -> None:
         """Begin the sums with -zero * (sum of activations): quants are stored unsigned."""
         builder, zero = self._builder, self._layout.zero
         for r, x_block in enumerate(x_blocks):
@@ -212,12 +205,10 @@ class _QuantProducts:
                     first = half if part == 0 else builder.sub(first, half)
                 # The block has -128 * sum.
                 first = builder.ashr(first, integers((128 // zero).bit_length() - 1))
-            for v in outputs:
+            for v in range(VECTORS):
                 builder.store(first, self._sums[r, v])
 
-    def _add_fours(
-        self, quants: Any, first: Any, fours: int, outputs: Sequence[int], x_blocks: list[Any]
-    ) -> None:
+    def _add_fours(self, quants: Any, first: Any, fours: int, x_blocks: list[Any]) -> None:
         """Add the products of some fours of inputs to the sums."""
         builder, layout = self._builder, self._layout
         weights = weights_of_fours(builder, layout, quants, first, fours)
@@ -228,7 +219,7 @@ class _QuantProducts:
             at = builder.add(x_at, integer(4 * four))
             for r, x_block in enumerate(x_blocks):
                 activations = broadcast(builder, load_as(builder, x_block, at, I32))
-                for v in outputs:
+                for v in range(VECTORS):
                     added = add_products(
                         self._context, builder, builder.load(self._sums[r, v]),
                         weights[four * VECTORS + v], activations, layout.bits < 8,
