@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 def pytest_configure(config: pytest.Config) -> None:
     """Give the tests a cache folder of their own, with the user's kernels and models in it."""
     users, tests = cache_folder(), Path(tempfile.mkdtemp(prefix="midfill-tests-"))
-    for name in ("kernels", "models"):
+    for name in ("arm64", "kernels", "models"):
         (users / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         (tests / name).symlink_to(users / name)
     os.environ["MIDFILL_CACHE"] = str(tests)

@@ -20,7 +20,8 @@ from midfill.kernels.cpu.clock import (
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="no counter that a program may read"
+    platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"),
+    reason="no counter that a program may read",
 )
 LAST_READING = len(PHASES)
 

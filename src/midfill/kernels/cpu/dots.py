@@ -3,8 +3,8 @@
 Products of quants are summed as integers, which is exact. The sum of the 32 inputs (or 16) that
 share a scale is then scaled and added to the row's, from the first inputs to the last. So a row
 has the same bits whatever other rows a call computes, and on every chip, whichever instruction
-sums the products: vpdpbusd (VNNI), vpmaddubsw and vpmaddwd (AVX-512BW, AVX2), or plain integer
-arithmetic.
+sums the products: vpdpbusd (VNNI), vpmaddubsw and vpmaddwd (AVX-512BW, AVX2), ARM's sdot, or plain
+integer arithmetic.
 
 Blocks of activations are described in activations.py, panels of weights in weight_formats.py.
 """
@@ -23,6 +23,7 @@ from midfill.kernels.cpu.activations import (
     SCALED_SUM,
 )
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.neon import has_dot_products
 from midfill.kernels.cpu.panel_blocks import (
     VECTORS,
     fetch_ahead,
@@ -72,21 +73,21 @@ def _joined(builder: ir.IRBuilder, halves: list[Any]) -> Any:
 
 
 def _call(
-    context: Any, builder: ir.IRBuilder, wide: str | None, narrow: str, operands: list[Any],
-    result: ir.VectorType,
-) -> Any:  # fmt: skip
-    """Call an x86 operation on 512 bits, or twice on 256 where ``wide`` is None."""
-    if wide is not None:
-        return llvm_call(builder, wide, operands, result)
+    builder: ir.IRBuilder, name: str, operands: list[Any], result: ir.VectorType, parts: int = 1
+) -> Any:
+    """Call an operation on whole vectors, or on each of 2 or 4 parts of them."""
+    if parts == 1:
+        return llvm_call(builder, name, operands, result)
     half = ir.VectorType(result.element, result.count // 2)
-    parts = zip(*(_halved(builder, operand) for operand in operands), strict=True)
-    return _joined(builder, [llvm_call(builder, narrow, list(part), half) for part in parts])
+    halves = zip(*(_halved(builder, operand) for operand in operands), strict=True)
+    return _joined(builder, [_call(builder, name, list(h), half, parts // 2) for h in halves])
 
 
 def _multiply_add_words(context: Any, builder: ir.IRBuilder, a: Any, b: Any) -> Any:
     """Multiply 16-bit numbers and add neighbouring products to 32 bits."""
-    wide = "llvm.x86.avx512.pmaddw.d.512" if has_feature(context, "avx512bw") else None
-    return _call(context, builder, wide, "llvm.x86.avx2.pmadd.wd", [a, b], I32_VECTOR)
+    if has_feature(context, "avx512bw"):
+        return _call(builder, "llvm.x86.avx512.pmaddw.d.512", [a, b], I32_VECTOR)
+    return _call(builder, "llvm.x86.avx2.pmadd.wd", [a, b], I32_VECTOR, parts=2)
 
 
 def add_products(
@@ -94,23 +95,27 @@ def add_products(
 ) -> Any:
     """Add to sums[i] the four products of weights' unsigned and x's signed bytes 4i to 4i + 3.
 
+    ARM's instruction multiplies signed bytes, so weights that are not small must be signed there.
+
     Args:
         sums, weights, x: vectors of 16 int32.
         small: weights are below 128.
     """
+    operands = [sums, weights, x]
     if has_feature(context, "avx512vnni"):
-        return _call(
-            context, builder, "llvm.x86.avx512.vpdpbusd.512", "", [sums, weights, x], I32_VECTOR
-        )
+        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", operands, I32_VECTOR)
     if has_feature(context, "avxvnni"):
-        return _call(
-            context, builder, None, "llvm.x86.avx512.vpdpbusd.256", [sums, weights, x], I32_VECTOR
-        )
+        return _call(builder, "llvm.x86.avx512.vpdpbusd.256", operands, I32_VECTOR, parts=2)
+    if has_dot_products(context):
+        operands = [sums, *(builder.bitcast(each, _BYTES) for each in (weights, x))]
+        return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", operands, I32_VECTOR, parts=4)
     if has_feature(context, "avx2"):
         if small:  # two products fit 16 bits, as activations are -127 to 127
-            wide = "llvm.x86.avx512.pmaddubs.w.512" if has_feature(context, "avx512bw") else None
             operands = [builder.bitcast(each, _BYTES) for each in (weights, x)]
-            pairs = _call(context, builder, wide, "llvm.x86.avx2.pmadd.ub.sw", operands, _WORDS)
+            if has_feature(context, "avx512bw"):
+                pairs = _call(builder, "llvm.x86.avx512.pmaddubs.w.512", operands, _WORDS)
+            else:
+                pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", operands, _WORDS, parts=2)
             ones = ir.Constant(_WORDS, [1] * _WORDS.count)
             return builder.add(sums, _multiply_add_words(context, builder, pairs, ones))
         eight = ir.Constant(_WORDS, [8] * _WORDS.count)
@@ -136,6 +141,8 @@ class _QuantProducts:
 
     def __init__(self, context: Any, builder: ir.IRBuilder, layout: BlockLayout, rows: int) -> None:
         self._context, self._builder, self._layout, self._rows = context, builder, layout, rows
+        # 8 bits: the quant minus 128, their zero, which is the quant with its highest bit flipped.
+        self._takes_signed = layout.bits == 8 and has_dot_products(context)
         self._indices = [(r, v) for r in range(rows) for v in range(VECTORS)]
         self._totals = {index: self._variable(constant(0.0)) for index in self._indices}
         self._sums = {index: self._variable(integers(0)) for index in self._indices}
@@ -191,7 +198,7 @@ class _QuantProducts:
         builder, zero = self._builder, self._layout.zero
         for r, x_block in enumerate(x_blocks):
             first = integers(0)
-            if zero:
+            if zero and not self._takes_signed:
                 first = broadcast(builder, load_as(builder, x_block, integer(OFFSET), I32))
                 if self._layout.scales == 2:
                     half = broadcast(builder, load_as(builder, x_block, integer(HALF_OFFSET), I32))
@@ -205,6 +212,8 @@ class _QuantProducts:
         """Add the products of some fours of inputs to the sums."""
         builder, layout = self._builder, self._layout
         weights = weights_of_fours(builder, layout, quants, first, fours)
+        if self._takes_signed:
+            weights = [builder.xor(each, integers(0x80808080)) for each in weights]
         x_at = builder.mul(first, integer(4))
         for four in range(fours):
             at = builder.add(x_at, integer(4 * four))
