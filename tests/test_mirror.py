@@ -2,6 +2,7 @@
 
 import ast
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,10 @@ def _imports(file: Path) -> set[str]:
     return names
 
 
-IMPORTS = {file: _imports(file) for file in sorted(TESTS.rglob("test_*.py"))}
+@cache
+def all_imports() -> dict[Path, set[str]]:
+    """Return what each file of tests imports; a second's work, which not all workers need."""
+    return {file: _imports(file) for file in sorted(TESTS.rglob("test_*.py"))}
 
 
 @pytest.mark.parametrize("folder", sorted({file.parent for file in FILES}), ids=str)
@@ -111,7 +115,7 @@ def test_every_module_has_tests(module: Path) -> None:
     if (folder / f"test_{module.name}.py").exists():
         return
     imported_as = ".".join(("midfill", *module.parts))
-    if any(imported_as in names for file, names in IMPORTS.items() if folder in file.parents):
+    if any(imported_as in names for file, names in all_imports().items() if folder in file.parents):
         return
     through = [file for pattern, file in TESTED_THROUGH.items() if fnmatch(str(module), pattern)]
     assert through, f"no file of tests is named like {module}, imports it or is listed for it"

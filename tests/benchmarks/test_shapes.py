@@ -15,6 +15,8 @@ from midfill.lab.bench.peers.servers import ComparedModel, open_compared
 from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("small_roofline")
+
 OPTIONS = PeersOptions(
     loads=("prefill",), prefill=(32,), repeats=1, start_limit=200.0, load_limit=200.0
 )

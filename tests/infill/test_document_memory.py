@@ -75,18 +75,21 @@ def jump_in_a_long_source(planner: Planner, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "use",
+    ("use", "documents"),
     [
-        open_small,
-        open_empty,
-        open_wide_characters,
-        keep_a_fixed_head,
-        type_and_move,
-        follow_a_long_source,
-        jump_in_a_long_source,
+        (open_small, 300),
+        (open_empty, 300),
+        (open_wide_characters, 300),
+        (keep_a_fixed_head, 300),
+        (type_and_move, 100),
+        (follow_a_long_source, 60),
+        (jump_in_a_long_source, 40),
     ],
 )
-def test_documents_take_no_more_bytes_than_their_bound(use: Callable[[Planner, int], None]) -> None:
+def test_documents_take_no_more_bytes_than_their_bound(
+    use: Callable[[Planner, int], None], documents: int
+) -> None:
+    """Without it, that many documents would take more: 1.3 times as much, most many times."""
     rule = WindowRule(before=1000, after=300)
     options = PlannerOptions(fragments=True, max_document_bytes=LIMIT, window=rule)
     planner = Planner(FORMAT, options)
@@ -94,11 +97,11 @@ def test_documents_take_no_more_bytes_than_their_bound(use: Callable[[Planner, i
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for number in range(300):
+        for number in range(documents):
             use(planner, number)
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert 0.3 * LIMIT < after - before <= LIMIT
-    assert 5 <= len(planner._documents) < 300
+    assert 5 <= len(planner._documents) < documents

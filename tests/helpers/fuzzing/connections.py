@@ -27,6 +27,7 @@ _CLIENTS = 3
 _UNAVAILABLE = ("deadline_exceeded", "engine_restarting", "server_stopping")
 """Codes of the answers with status 503 that docs/server.md names."""
 
+_MAX_BYTES = 32 << 20  # of an array; a server refuses bodies of half as many
 _DIGITS = (1, 18, 19, 20, 309, 400, 4300, 4301, 100_000)
 _LENGTHS = (0, 1, 64, 65, 128, 256, 257, 1024, 65_536, 1_000_000)
 _INTEGERS = (0, 1, -1, 2, 16, 20, 21, 64, 65, 127, 128, 129, 1024, 1025, 2**15, 2**31 - 1, 2**31,
@@ -68,7 +69,8 @@ def _value(rng: random.Random) -> str:
             key = rng.choice("k9") * rng.choice((*_LENGTHS, *_DIGITS))
             return json.dumps({key: 1, rng.choice("-01"): 1})
         case 5:
-            items = [rng.choice((_number(rng), '"x"', "[]"))] * rng.choice((1, 65, 1025, 20_000))
+            item, count = rng.choice((_number(rng), '"x"', "[]")), rng.choice((1, 65, 1025, 20_000))
+            items = [item] * min(count, _MAX_BYTES // len(item))
             return f"[{','.join(items)}]"
         case 6:
             opening, deep = rng.choice(("[", '{"a":')), rng.choice((5, 500, 5000, 100_000))

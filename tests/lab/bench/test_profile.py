@@ -7,6 +7,8 @@ from tiny_checkpoints import write_tiny
 
 from midfill.lab.bench.profile import Load, ProfileReport, measure_profile, profile_tables
 
+pytestmark = pytest.mark.usefixtures("small_roofline")
+
 DECODE = Load(name="decode", streams=3, context=20, repeats=10)
 EXTEND = Load(name="extend", context=20, rows=40, repeats=2)
 

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 import pytest
@@ -45,8 +45,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelService]:
     service = ModelService("tiny", engine, checkpoint.tokenizer, prompts, LIMIT)
     freeze_objects()  # as a server does
     yield service
-    gc.unfreeze()
     service.close()
+    gc.unfreeze()
+    freeze_objects()  # but for what this module has left
 
 
 async def watch(stalls: list[float]) -> None:
@@ -92,53 +93,69 @@ WORDS = "ab c " * 60_000
 LINES = "ab = c\n" * (4_000_000 // 7)
 MANY = SPACE // 4
 
-BODIES = [
-    ("/tokenize", of_json(content="ab " * (1 << 18), with_pieces=True)),
-    ("/tokenize", of_json(content="a" * (1 << 20))),
-    ("/tokenize", of_json(content="é" * (1 << 16), with_pieces=True)),
-    ("/tokenize", of_json(content=LETTERS, with_pieces=True)),
-    ("/detokenize", numbers("tokens", MAX_VALUES)),
-    ("/detokenize", numbers("tokens", MANY)),
-    ("/completion", of_json(prompt="a", logit_bias={"b" * SPACE: 1})),
-    ("/completion", of_json(prompt="a", logit_bias=[["é" * 8, 1]] * 1024)),
-    ("/completion", of_json(prompt="a", samplers="k" * SPACE)),
-    ("/completion", numbers("prompt", MAX_VALUES)),
-    ("/completions", of_json(prompt=WORDS)),
-    ("/infill", of_json(input_prefix=LINES, input_suffix=LINES)),
-    ("/infill", of_json(input_prefix="a", input_suffix="", input_extra=[{"text": LETTERS}])),
-    ("/infill", of_json(input_prefix="", input_suffix="", input_extra=[{"text": ""}] * 100_000)),
-    ("/v1/completions", of_json(prompt="a" * SPACE)),
-    ("/v1/completions", of_json(prompt=WORDS)),
-    ("/v1/completions", of_json(prompt=[WORDS] * 20)),
-    ("/v1/completions", of_json(prompt=LINES, suffix=LINES)),
-    ("/v1/completions", of_json(prompt="a", stop=["b"] * (MAX_VALUES - 9))),
-    ("/v1/completions", of_json(prompt="a", stop="b" * SPACE)),
-    ("/v1/completions", of_json(prompt="a", model="b" * SPACE)),
-    ("/v1/completions", of_json(prompt="a", logit_bias={str(i): 1 for i in range(MAX_VALUES)})),
-    ("/v1/completions", numbers("prompt", MANY, ',"x":NaN')),
-    ("/v1/completions", numbers("prompt", MAX_VALUES - 9, ',"x":NaN')),
-    ("/v1/completions", of_json(prompt="a" * SPACE).replace(b"a}", b'a","x":NaN}')),
-    ("/v1/completions", b'{"prompt":"' + b"\xff" * SPACE + b'"}'),
-    ("/v1/completions", of_json(prompt=",\\" * (SPACE // 4))),
-    ("/v1/completions", b'"' * LIMIT),
-    ("/v1/completions", of_json(segments={"prefix": LINES, "suffix": LINES, "git_url": "a/" * 99})),
-    ("/v1/chat/completions", of_json(messages=[{"role": "a" * SPACE, "content": "a"}])),
-    ("/v1/chat/completions", of_json(messages=[{"role": WORDS, "content": "a"}])),
-    ("/v1/chat/completions", of_json(messages=[{"role": "a", "content": "<|im_" * 60_000}])),
-    ("/v1/chat/completions", of_json(messages=[MESSAGE] * 100_000)),
-    ("/v1/fim/completions", of_json(prompt=LINES, suffix=LINES)),
-    ("/v1/events", of_json(type="view", completion_id="a" * SPACE, choice_index=1)),
-    ("/api/generate", of_json(model="tiny", prompt=WORDS, system=WORDS)),
-    ("/api/generate", numbers("context", MANY, ',"model":"tiny","prompt":"a"')),
-    ("/api/chat", of_json(model="tiny", messages=[MESSAGE] * 100_000)),
-    ("/api/show", of_json(model="a" * SPACE)),
+BODIES: list[tuple[str, Callable[[], bytes]]] = [
+    ("/tokenize", lambda: of_json(content="ab " * (1 << 18), with_pieces=True)),
+    ("/tokenize", lambda: of_json(content="a" * (1 << 20))),
+    ("/tokenize", lambda: of_json(content="é" * (1 << 16), with_pieces=True)),
+    ("/tokenize", lambda: of_json(content=LETTERS, with_pieces=True)),
+    ("/detokenize", lambda: numbers("tokens", MAX_VALUES)),
+    ("/detokenize", lambda: numbers("tokens", MANY)),
+    ("/completion", lambda: of_json(prompt="a", logit_bias={"b" * SPACE: 1})),
+    ("/completion", lambda: of_json(prompt="a", logit_bias=[["é" * 8, 1]] * 1024)),
+    ("/completion", lambda: of_json(prompt="a", samplers="k" * SPACE)),
+    ("/completion", lambda: numbers("prompt", MAX_VALUES)),
+    ("/completions", lambda: of_json(prompt=WORDS)),
+    ("/infill", lambda: of_json(input_prefix=LINES, input_suffix=LINES)),
+    (
+        "/infill",
+        lambda: of_json(input_prefix="a", input_suffix="", input_extra=[{"text": LETTERS}]),
+    ),
+    (
+        "/infill",
+        lambda: of_json(input_prefix="", input_suffix="", input_extra=[{"text": ""}] * 100_000),
+    ),
+    ("/v1/completions", lambda: of_json(prompt="a" * SPACE)),
+    ("/v1/completions", lambda: of_json(prompt=WORDS)),
+    ("/v1/completions", lambda: of_json(prompt=[WORDS] * 20)),
+    ("/v1/completions", lambda: of_json(prompt=LINES, suffix=LINES)),
+    ("/v1/completions", lambda: of_json(prompt="a", stop=["b"] * (MAX_VALUES - 9))),
+    ("/v1/completions", lambda: of_json(prompt="a", stop="b" * SPACE)),
+    ("/v1/completions", lambda: of_json(prompt="a", model="b" * SPACE)),
+    (
+        "/v1/completions",
+        lambda: of_json(prompt="a", logit_bias={str(i): 1 for i in range(MAX_VALUES)}),
+    ),
+    ("/v1/completions", lambda: numbers("prompt", MANY, ',"x":NaN')),
+    ("/v1/completions", lambda: numbers("prompt", MAX_VALUES - 9, ',"x":NaN')),
+    ("/v1/completions", lambda: of_json(prompt="a" * SPACE).replace(b"a}", b'a","x":NaN}')),
+    ("/v1/completions", lambda: b'{"prompt":"' + b"\xff" * SPACE + b'"}'),
+    ("/v1/completions", lambda: of_json(prompt=",\\" * (SPACE // 4))),
+    ("/v1/completions", lambda: b'"' * LIMIT),
+    (
+        "/v1/completions",
+        lambda: of_json(segments={"prefix": LINES, "suffix": LINES, "git_url": "a/" * 99}),
+    ),
+    ("/v1/chat/completions", lambda: of_json(messages=[{"role": "a" * SPACE, "content": "a"}])),
+    ("/v1/chat/completions", lambda: of_json(messages=[{"role": WORDS, "content": "a"}])),
+    (
+        "/v1/chat/completions",
+        lambda: of_json(messages=[{"role": "a", "content": "<|im_" * 60_000}]),
+    ),
+    ("/v1/chat/completions", lambda: of_json(messages=[MESSAGE] * 100_000)),
+    ("/v1/fim/completions", lambda: of_json(prompt=LINES, suffix=LINES)),
+    ("/v1/events", lambda: of_json(type="view", completion_id="a" * SPACE, choice_index=1)),
+    ("/api/generate", lambda: of_json(model="tiny", prompt=WORDS, system=WORDS)),
+    ("/api/generate", lambda: numbers("context", MANY, ',"model":"tiny","prompt":"a"')),
+    ("/api/chat", lambda: of_json(model="tiny", messages=[MESSAGE] * 100_000)),
+    ("/api/show", lambda: of_json(model="a" * SPACE)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"), BODIES, ids=[f"{path} {body[:12]!r}" for path, body in BODIES]
-)
-def test_no_request_holds_up_the_others(service: ModelService, path: str, body: bytes) -> None:
+@pytest.mark.parametrize(("path", "make_body"), BODIES, ids=[path for path, _ in BODIES])
+def test_no_request_holds_up_the_others(
+    service: ModelService, path: str, make_body: Callable[[], bytes]
+) -> None:
+    body = make_body()
     assert len(body) <= LIMIT
     stall, status = longest_stall(service, path, body)
     assert stall < MAX_STALL_SECONDS, (status, stall)

@@ -61,13 +61,17 @@ class CompiledCache:
         return str(self._folder)
 
     @contextmanager
-    def compiling(self, signature: Any, codegen: Any) -> Iterator[None]:
+    def compiling(self, signature: Any, codegen: Any) -> Iterator[bool]:
         """Let one process at a time compile a signature; those that wait find it in the cache.
 
         A process that waits for long, or that can't write to the cache, goes on by itself.
+
+        Yields:
+            whether this is the process that compiles it, and what it stores is there afterwards.
         """
         path = self._path(signature, codegen)
         with ExitStack() as stack:
+            is_first = False
             if not path.exists():
                 lock = self._folder.parent / f"{self._folder.name}-{path.name[-16:]}.lock"
                 with suppress(OSError, Timeout):
@@ -75,7 +79,8 @@ class CompiledCache:
                     stack.enter_context(
                         FileLock(lock, timeout=_MAX_WAIT_SECONDS, mode=_PRIVATE_FILE)
                     )
-            yield
+                    is_first = not path.exists() and os.access(self._folder, os.W_OK)
+            yield is_first
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Return the function compiled for a signature and this chip, or None if not cached."""

@@ -29,7 +29,7 @@ from midfill.kernels.cpu.clock import (
 )
 from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, DecoderWeights, Stages, Workspace
 from midfill.kernels.cpu.embedding import embed
-from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.jit import entry_point_from_child, kernel
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, touch_page, write_entry
 from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
@@ -380,7 +380,7 @@ def _forward(
         _compute_logits(context, config, weights, batch, hidden, workspace)
 
 
-@entry_point
+@entry_point_from_child
 def forward(
     thread: int, threads: int, sync: Int64Array, config: DecoderConfig, weights: DecoderWeights,
     cache: KVCache, batch: Batch, hidden: Float32Array, workspace: Workspace, stages: Stages,

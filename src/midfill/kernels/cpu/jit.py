@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import llvmlite
 import numba
@@ -122,6 +122,16 @@ def entry_point(function: F) -> F:
     package = Path(inspect.getfile(function)).parent
     compiled._cache = CompiledCache(function, compiled_folder(package))
     return compiled
+
+
+def entry_point_from_child(function: F) -> F:
+    """Compile like ``entry_point`` what takes many seconds, in a process of its own.
+
+    The memory that LLVM has taken meanwhile, hundreds of megabytes, ends with that process.
+    """
+    compiled: Any = entry_point(function)
+    compiled.in_child = True
+    return cast(F, compiled)
 
 
 def compiled_for(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:

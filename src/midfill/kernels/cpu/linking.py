@@ -22,6 +22,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 
+from midfill.kernels.cpu.compile_child import compile_in_child
 from midfill.kernels.cpu.compiled import CompiledCache
 
 
@@ -130,7 +131,12 @@ class Kernel(CPUDispatcher):
     Args:
         function: the Python function.
         options: of Numba's ``njit``.
+
+    Attributes:
+        in_child: whether another process compiles it for the cache, which this one loads it from.
     """
+
+    in_child = False
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         options = {**options, "nopython": True}
@@ -158,8 +164,14 @@ class Kernel(CPUDispatcher):
         args, _ = sigutils.normalize_signature(sig)
         if tuple(args) in self.overloads or not isinstance(self._cache, CompiledCache):
             return super().compile(sig)
-        with self._cache.compiling(sig, self.targetctx.codegen()):
+        with self._cache.compiling(sig, self.targetctx.codegen()) as is_first:
+            if is_first and self.in_child:
+                compile_in_child(self.py_func, tuple(args))
             return super().compile(sig)
+
+    def compile_here(self, args: tuple[Any, ...]) -> None:
+        """Compile, or load, the entry point for argument types, for a caller that has the lock."""
+        super().compile(args)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Compile for a call in another kernel; see Numba's dispatcher."""

@@ -21,6 +21,8 @@ from midfill.lab.bench.peers.measure import (
 from midfill.lab.bench.peers.results import PeersOptions, PeersReport, ServerResult, figure
 from midfill.lab.bench.peers.servers import ComparedModel, Missing, Room, open_compared
 
+pytestmark = pytest.mark.usefixtures("small_roofline")
+
 ROOM = Room(threads=1, sequence=256, sequences=2)
 PREFILL = PeersOptions(
     loads=("prefill",), prefill=(32,), repeats=1, start_limit=60.0, load_limit=60.0
