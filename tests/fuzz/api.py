@@ -70,7 +70,7 @@ def call_server(most: int, first: int) -> bool:
                     grown = sum(memory(server))
                 each = " + ".join(f"{one:.1f}" for one in memory(server))
                 said = f"{len(calls)} calls, {len(calls.bugs)} bugs, {stalls.worst:.3f} s stall"
-                print(f"{said}, {each} MB", flush=True)
+                print(f"{said} ({stalls.during[:200]}), {each} MB", flush=True)
             grown = sum(memory(server)) - grown if grown else 0.0
             restarts = server.metric("engine_restarts_total")
             answered = server.complete(prompt="a = ", max_tokens=2)["choices"]

@@ -75,7 +75,7 @@ def freeze_objects() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_LARGE_BYTES, _KEPT_BYTES = 1 << 18, 1 << 20
+_LARGE_BYTES, _KEPT_BYTES = 1 << 20, 1 << 23  # asyncio takes 256 KiB for whatever it receives
 
 
 def return_large_blocks() -> None:
