@@ -9,6 +9,7 @@ from midfill.cli import run
 from midfill.cli.usage import CommandLine
 
 COMMANDS = {
+    "attacks": "reliability.attacks",
     "cascade": "cascade",
     "codecs": "codecs",
     "compare": "compare.commands",

@@ -1,5 +1,11 @@
 """``python -m midfill``: the command line."""
 
+import os
+import sys
+
+if sys.path[:1] == [os.getcwd()]:  # put there by -m: whatever folder a user has opened
+    del sys.path[0]
+
 from midfill.cli import main
 
 main()

@@ -67,9 +67,11 @@ def call_server(most: int, first: int) -> bool:
                 sent.send_all(range(10**7 * number, last))
                 number += 1
                 if not grown and len(calls) > most // 2:
-                    grown = memory(server)
-                print(f"{len(calls)} calls, {len(calls.bugs)} bugs, {stalls.worst:.3f} s stall")
-            grown = memory(server) - grown if grown else 0.0
+                    grown = sum(memory(server))
+                each = " + ".join(f"{one:.1f}" for one in memory(server))
+                said = f"{len(calls)} calls, {len(calls.bugs)} bugs, {stalls.worst:.3f} s stall"
+                print(f"{said} ({stalls.during[:200]}), {each} MB", flush=True)
+            grown = sum(memory(server)) - grown if grown else 0.0
             restarts = server.metric("engine_restarts_total")
             answered = server.complete(prompt="a = ", max_tokens=2)["choices"]
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(calls.statuses.items()))
@@ -96,12 +98,12 @@ def answer_gateway(most: int, seed: int) -> bool:
     return not run.bugs and run.stall <= 0.1
 
 
-def memory(server: RunningServer) -> float:
-    """Return the megabytes of a server and its engine, once it is idle."""
+def memory(server: RunningServer) -> list[float]:
+    """Return the megabytes of a server and of its engine, once it is idle."""
     server.wait_until_settled()
     processes = [server.process.pid, *server.engine_processes()]
     pages = (int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in processes)
-    return sum(pages) * _PAGE / 1e6
+    return [one * _PAGE / 1e6 for one in pages]
 
 
 def poison(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """Work in the background has less priority; what was there before is not collected."""
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -24,6 +25,44 @@ def test_it_has_a_lower_priority_than_its_caller() -> None:
     work.join()
     assert found == [max(own, 10)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+BLOCKS = """
+import ctypes, pathlib, sys
+from midfill.system.process import return_large_blocks
+
+c = ctypes.CDLL(None)
+c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+c.free.argtypes = [ctypes.c_void_p]
+
+def block(size):
+    found = c.malloc(size)
+    ctypes.memset(found, 1, size)
+    return found
+
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+if sys.argv[1] == "returned":
+    return_large_blocks()
+before = resident()
+c.free(block(30 << 20))
+large = block(20 << 20)
+small = [block(100_000) for _ in range(20)]
+c.free(large)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or os.sysconf("SC_PAGE_SIZE") != 4096, reason="glibc's malloc"
+)
+def test_freed_blocks_that_are_large_go_back_to_the_system() -> None:
+    def grown(how: str) -> int:
+        command = [sys.executable, "-c", BLOCKS, how]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    assert grown("kept") > 20 << 20 > 2 * grown("returned")
 
 
 PROGRAM = """

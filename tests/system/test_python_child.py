@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,13 +39,14 @@ _LIBRARIES = (
 def poisoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, which has a module of the name of each that Python or midfill imports.
 
-    Each writes a file when it is run.
+    Each writes a file when it is run, and so does Numba where it takes the folder's settings.
     """
     folder = tmp_path / "opened project"
     folder.mkdir()
     poison = f"open({str(tmp_path / MARK)!r}, 'a').write(__file__ + '\\n')\n"
     for name in (*sys.stdlib_module_names, *_LIBRARIES):
         (folder / f"{name}.py").write_text(poison)
+    (folder / ".numba_config.yaml").write_text(f"chrome_trace: {tmp_path / MARK}\n")
     monkeypatch.chdir(folder)
     # One entry is empty: the current folder, as after PYTHONPATH=$PYTHONPATH:/folder.
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{SOURCES.parent}{os.pathsep}.")
@@ -63,7 +65,7 @@ async def start_engine_process() -> None:
 async def start_child_server() -> None:
     server = await ChildServer.start("/no-such-model")
     with pytest.raises(MidfillError, match="no-such-model"):
-        await server.ready()
+        await server.ready(lambda stage: None)
     await server.close()
 
 
@@ -85,6 +87,14 @@ def start_program() -> None:
     assert done.returncode == 0
 
 
+def start_kernels() -> None:
+    """Numba reads its settings when it is imported, and again before each compilation."""
+    first = "from midfill.runners.cpu import runner"
+    then = "from numba.core import config; config.reload_config(); assert not config.CHROME_TRACE"
+    done = subprocess.run(python_command("-c", f"{first}; {then}"), env=python_environment())
+    assert done.returncode == 0
+
+
 def start_with_multiprocessing() -> None:
     process = multiprocessing.get_context("spawn").Process(target=os.getpid)
     with libraries_start_python():
@@ -97,7 +107,7 @@ def start_with_multiprocessing() -> None:
     "start",
     [
         start_engine_process, start_child_server, start_template, start_pip, start_program,
-        start_with_multiprocessing,
+        start_kernels, start_with_multiprocessing,
     ],
 )  # fmt: skip
 def test_nothing_in_the_current_folder_is_run(poisoned: Path, start: Callable[[], object]) -> None:
@@ -105,6 +115,18 @@ def test_nothing_in_the_current_folder_is_run(poisoned: Path, start: Callable[[]
     if asyncio.iscoroutine(started):
         asyncio.run(started)
     assert not poisoned.exists(), poisoned.read_text()
+
+
+def test_the_command_line_as_a_module_imports_nothing_from_there_either(tmp_path: Path) -> None:
+    """Of what Python itself imports before it, ``-P`` takes care: SECURITY.md says so."""
+    for name in ("random", "numpy", "typer", "numba"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('poisoned')")
+    environment = os.environ | {"PYTHONPATH": str(SOURCES.parent)}
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, "-m", "midfill", "serve", "/no-such-model"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "no-such-model" in done.stderr
+    assert "poisoned" not in done.stderr
 
 
 def test_folders_that_the_operator_names_are_kept(
@@ -126,6 +148,16 @@ def test_the_environment_of_this_process_is_as_before(monkeypatch: pytest.Monkey
         assert os.environ["PYTHONSAFEPATH"] == "1"
         assert "PYTHONPATH" not in os.environ
     assert dict(os.environ) == before
+
+
+def test_numba_is_imported_only_behind_what_keeps_its_settings_out() -> None:
+    importing = {
+        path.relative_to(SOURCES).as_posix()
+        for path in SOURCES.rglob("*.py")
+        if re.search(r"^\s*(import|from) numba\b", path.read_text("utf-8"), re.MULTILINE)
+    }
+    guarded = ("kernels/cpu/", "runners/cpu/")  # what is imported first there: their __init__
+    assert {each for each in importing if not each.startswith(guarded)} == {"lab/bench/roofline.py"}
 
 
 def uses(tree: ast.Module) -> set[str]:

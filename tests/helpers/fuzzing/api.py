@@ -11,6 +11,7 @@ from typing import Any
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
+from requests.exceptions import ConnectionError
 from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 
@@ -71,7 +72,11 @@ def _call(operation: Any, cases: Any, calls: Calls, examples: int, number: int) 
         if len(calls) % 2 and isinstance(case.body, dict):
             case.body = _tame(_thinned(case.body, random.Random(len(calls))))
         started = time.monotonic()
-        response = case.call(timeout=2 * SECONDS)
+        try:
+            response = case.call(timeout=2 * SECONDS)
+        except ConnectionError:  # beside other work, a kept one was idle for too long
+            calls.statuses[0] += 1
+            return
         calls.statuses[response.status_code] += 1
         seconds = time.monotonic() - started
         if response.status_code >= 500 or seconds > SECONDS:

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from midfill.serving.server.bodies import HeldBodies
+from midfill.errors import InvalidRequestError
+from midfill.serving.server.bodies import MAX_ESCAPES, HeldBodies, _decode_large
 from midfill.serving.server.responses import ApiError
 
 FREE, MOST = 10, 100
@@ -126,3 +127,14 @@ def test_what_was_cancelled_counts_no_more(bodies: HeldBodies) -> None:
         assert bodies._counted_bytes == 0
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(("escape", "weight"), [(b"\\n", 1), (b"\\u00e9", 4)])
+def test_escaped_characters_are_bounded(escape: bytes, weight: int) -> None:
+    def body(count: int) -> bytes:
+        return b'{"text":"%s"}' % (escape * count)
+
+    most = MAX_ESCAPES // weight
+    assert len(_decode_large(body(most), dict[str, str])["text"]) == most
+    with pytest.raises(InvalidRequestError, match="too many escaped characters"):
+        _decode_large(body(most + 1), dict[str, str])

@@ -21,7 +21,7 @@ from midfill.frontend.chat import ChatTemplate
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import create_app
-from midfill.serving.server.bodies import MAX_VALUES
+from midfill.serving.server.bodies import MAX_ESCAPES, MAX_VALUES
 from midfill.serving.server.service import ModelService
 from midfill.system.process import freeze_objects
 
@@ -129,6 +129,15 @@ BODIES: list[tuple[str, Callable[[], bytes]]] = [
     ("/v1/completions", lambda: numbers("prompt", MAX_VALUES - 9, ',"x":NaN')),
     ("/v1/completions", lambda: of_json(prompt="a" * SPACE).replace(b"a}", b'a","x":NaN}')),
     ("/v1/completions", lambda: b'{"prompt":"' + b"\xff" * SPACE + b'"}'),
+    ("/v1/completions", lambda: b'{"prompt":"' + b"\\u00e9" * (SPACE // 6) + b'"}'),
+    ("/v1/completions", lambda: b'{"prompt":"' + b"\\u00e9" * (MAX_ESCAPES // 4) + b'"}'),
+    ("/v1/completions", lambda: b'{"prompt":"' + b"\\n" * MAX_ESCAPES + b'"}'),
+    ("/v1/completions", lambda: of_json(prompt="a", midfill={"b" * SPACE: 1})),
+    ("/v1/completions", lambda: of_json(prompt="a", midfill={"layout": "b" * SPACE})),
+    (
+        "/v1/completions",
+        lambda: of_json(prompt="a", midfill={"layout": "\n" * (MAX_ESCAPES - 99)}),
+    ),
     ("/v1/completions", lambda: of_json(prompt=",\\" * (SPACE // 4))),
     ("/v1/completions", lambda: b'"' * LIMIT),
     (

@@ -12,6 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+import midfill.kernels.cpu  # noqa: F401 - before Numba
+
+# isort: split
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils

@@ -28,8 +28,12 @@ T = TypeVar("T")
 MAX_VALUES = 1 << 18
 """Numbers, texts, arrays and objects in a body: decoding more would hold up the event loop."""
 
+MAX_ESCAPES = 1 << 22
+"""Backslashes in a body; one with a code, such as \\u00e9, takes as long as four others."""
+
 _SMALL_BYTES = 1 << 16  # decoded at once
 _decoding = ThreadPoolExecutor(1, thread_name_prefix="decoding bodies")
+_MAX_FAULT = 4096  # characters of msgspec's message, which quotes names and texts of any length
 _MAX_NAMED_BYTES = 1 << 20  # beyond it, the field that is not valid UTF-8 isn't looked for
 _MAX_HELD_BYTES = 1 << 27
 _FREE_BYTES = 1 << 16
@@ -253,11 +257,17 @@ async def _chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 def _decode_large(body: bytes, kind: type[T]) -> T:
-    """Decode JSON as ``decode_json`` does, if it has not too many values."""
+    """Decode JSON as ``decode_json`` does, if it has not too many values and escapes."""
     if _holds_more_values(body, MAX_VALUES):
         raise InvalidRequestError(
             f"the body has too many values: at most {MAX_VALUES} numbers, texts, arrays and objects"
             " are accepted"
+        )
+    if body.count(b"\\") + 3 * body.count(b"\\u") > MAX_ESCAPES:
+        raise InvalidRequestError(
+            f"the body has too many escaped characters: at most {MAX_ESCAPES} are accepted, and"
+            f" {MAX_ESCAPES // 4} as \\uXXXX; send others than quotes, backslashes and controls as"
+            " they are, in UTF-8"
         )
     return decode_json(body, kind)
 
@@ -296,7 +306,12 @@ def decode_json(body: bytes, kind: type[T]) -> T:
 
 
 def _wrong_type(message: str) -> InvalidRequestError:
-    """Return the error for a message of msgspec about a field of the wrong type."""
+    """Return the error for a message of msgspec about a field of the wrong type.
+
+    The message may quote all of a text or a name, and then says where that stood.
+    """
+    if len(message) > _MAX_FAULT:
+        message = f"{message[: _MAX_FAULT // 2]}...{message[-_MAX_FAULT // 2 :]}"
     match = _PLACE.match(message)
     assert match is not None
     what, path = match["what"], (match["path"] or "").removeprefix(".")

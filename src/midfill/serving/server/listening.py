@@ -29,7 +29,11 @@ from midfill.serving.server.connections import ACCEPTED_AT_ONCE, MAX_EXCESS, lim
 from midfill.serving.server.metrics import ConnectionCounts
 from midfill.serving.server.service import ModelService
 from midfill.system.extras import require
-from midfill.system.process import freeze_objects, raise_open_file_limit
+from midfill.system.process import (
+    freeze_objects,
+    raise_open_file_limit,
+    return_large_blocks,
+)
 
 if TYPE_CHECKING:  # needs an extra
     from midfill.serving.server.tracing import RequestTraces
@@ -279,6 +283,7 @@ async def answer_until_stopped(
     # From here on connections wait in the backlog until uvicorn accepts them, so that clients
     # can connect as soon as on_listening is called.
     listener.socket.listen(_BACKLOG)
+    return_large_blocks()
     freeze_objects()
     on_listening()
 

@@ -129,9 +129,8 @@ def _error_type(status: int) -> str:
 
 def _quotable(text: str) -> str:
     """Return text that may quote the client's input, shortened and fit for JSON."""
-    text = text.encode(errors="backslashreplace").decode()
-    short = len(text) <= _MAX_CHARACTERS
-    return text if short else f"{text[:_MAX_CHARACTERS]}..."
+    shown = text[:_MAX_CHARACTERS].encode(errors="backslashreplace").decode()
+    return shown if len(text) <= _MAX_CHARACTERS else f"{shown}..."
 
 
 def error_response(error: Exception, error_body: ErrorBody = openai_error_body) -> Response:

@@ -55,6 +55,7 @@ from midfill.serving.server.responses import ApiError
 from midfill.serving.server.served_engine import ServedEngine, refuse_methods
 
 _log = logging.getLogger(__name__)
+_MAX_QUOTED = 200  # characters of a name that there isn't
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -330,7 +331,7 @@ class ModelService:
         if model not in self.names:
             known = ", ".join(map(repr, self.names))
             raise ApiError(
-                404, f"there is no model {model!r}; this server has {known}",
+                404, f"there is no model {model[:_MAX_QUOTED]!r}; this server has {known}",
                 param="model", code="model_not_found",
             )  # fmt: skip
         return model
