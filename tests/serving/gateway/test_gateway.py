@@ -360,7 +360,10 @@ class TestTenants:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logprobs": 1}, "log probabilities can't be had through the gateway"),
+        (
+            {"logprobs": 1},
+            "log probabilities, and how sure an answer is, can't be had through the gateway",
+        ),
         ({"prompt": [1, 2], "suffix": None}, "needs the model's tokenizer"),
         ({"midfill": {"empty_threshold": 0.5}}, "can't decide by the probability"),
     ],
