@@ -76,7 +76,8 @@ async def test_the_user_sees_what_a_load_waits_for(tiny_folder: Path) -> None:
 @pytest.mark.real_model
 @pytest.mark.asyncio
 async def test_the_default_model_is_served_where_no_server_answers() -> None:
-    async with connected("--url", "http://127.0.0.1:9", "--start", progress=True) as editor:
+    options = ("--url", "http://127.0.0.1:9", "--start", "--min-confidence", "0")
+    async with connected(*options, progress=True) as editor:
         assert await first_completions(editor, editor.open(TEXT + "\n"))
 
 
