@@ -2,9 +2,11 @@
 
 import os
 import sys
+from contextlib import suppress
 
-if sys.path[:1] == [os.getcwd()]:  # put there by -m: whatever folder a user has opened
-    del sys.path[0]
+with suppress(OSError):  # the current folder may be gone
+    if sys.path[:1] == [os.getcwd()]:  # put there by -m: whatever folder a user has opened
+        del sys.path[0]
 
 from midfill.cli import main
 

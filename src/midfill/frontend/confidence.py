@@ -58,6 +58,8 @@ class ConfidenceCheck:
 
     def observe(self, token_id: int, logprobs: TokenLogprobs, text: str) -> None:
         """Take the next token, and the text that it adds to the answer."""
+        if self._answer.line_ended:  # nothing that follows counts
+            return
         begins_with = self._begins_with
         others = [
             logprob
