@@ -46,8 +46,8 @@ test-python:
 	.ci/test-python $(PYTHON) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src benchmarks tests examples docs
-	$(BIN)/ruff format --check src benchmarks tests examples docs
+	$(BIN)/ruff check src lab benchmarks tests examples docs
+	$(BIN)/ruff format --check src lab benchmarks tests examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -75,8 +75,8 @@ fuzz-api: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz/api.py --calls $(CALLS) --answers $(ANSWERS)
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix src benchmarks tests examples docs
-	$(BIN)/ruff format src benchmarks tests examples docs
+	$(BIN)/ruff check --fix src lab benchmarks tests examples docs
+	$(BIN)/ruff format src lab benchmarks tests examples docs
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -86,8 +86,8 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[dev]'
+$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[dev]' -e lab
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-fuzz: $(VENV)/.installed-dev
@@ -99,4 +99,4 @@ $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info
+	rm -rf $(VENV) build src/*.egg-info lab/src/*.egg-info

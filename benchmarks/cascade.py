@@ -17,18 +17,18 @@ import typer
 
 from benchmarks.report import publish
 from midfill.arrays import Float32Array
-from midfill.cli.bench.options import (
-    JsonOption,
-)
 from midfill.cli.options import ModelArgument, ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
-from midfill.lab.bench.methods.probes import Haystacks
-from midfill.lab.bench.methods.session import Holding, MethodSession
 from midfill.methods.registry import OFF
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.methods.probes import Haystacks
+from midfill_lab.bench.methods.session import Holding, MethodSession
+from midfill_lab.cli.bench.options import (
+    JsonOption,
+)
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 BUDGETS = (0.5, 0.25, 0.125)
 

@@ -14,15 +14,12 @@ import typer
 
 from benchmarks.report import publish
 from midfill.arrays import Float32Array, Int32Array, RunnerArray
-from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelArgument, ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.kv_transfer.warm_cache import CHUNK_TOKENS
 from midfill.kv.ragged import cells_of_slots
 from midfill.kv.tiers.warm_tier import ChunkCodec
-from midfill.lab.bench.documents import unseen_documents
 from midfill.methods.needles import needle_text
 from midfill.methods.registry import make_options
 from midfill.methods.store.cachegen import (
@@ -40,7 +37,10 @@ from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.documents import unseen_documents
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 DEFAULT_LEVELS = (
     "shallow=256,deep=256 shallow=128,deep=128 shallow=128,deep=64 shallow=64,deep=64"

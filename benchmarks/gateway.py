@@ -23,12 +23,12 @@ import msgspec
 import typer
 
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption
-from midfill.cli.outputs import DocsOption
 from midfill.errors import MidfillError
-from midfill.lab.bench.documents import standard_library_documents
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 _SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 _KEYSTROKE = 5  # characters between two requests of a document

@@ -18,16 +18,16 @@ import typer
 
 from benchmarks.gateway import run_gateway_process
 from benchmarks.report import publish
-from midfill.cli.bench.options import ClientFimTokensOption, JsonOption, OutputTokensOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
-from midfill.lab.bench.clients import SPARE_TOKENS, HttpClient, Measurement, Sentinels
-from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.rounds import Layout, RoundsOptions, payload
 from midfill.serving.gateway.options import address_of
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.clients import SPARE_TOKENS, HttpClient, Measurement, Sentinels
+from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.rounds import Layout, RoundsOptions, payload
+from midfill_lab.cli.bench.options import ClientFimTokensOption, JsonOption, OutputTokensOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 PSM, EFIM = "PSM, laid out by the client", "EFIM, laid out by the client"
 GATEWAY, UNHEALED = "gateway", "gateway, half words not healed"

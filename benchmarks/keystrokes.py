@@ -21,9 +21,7 @@ import typer
 from benchmarks.cpu_model import open_cpu_model
 from benchmarks.report import publish
 from benchmarks.shapes import ShapeOption, model_or_shape
-from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelArgument, ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
@@ -33,8 +31,10 @@ from midfill.engine.scheduling.policies.background_prefill import BackgroundPref
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable, format_size
+from midfill.system.machine import Machine, describe_machine, format_size
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 DRAFTS = (1, 2, 4, 8, 16)
 _TYPED = 6

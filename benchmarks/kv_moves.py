@@ -22,16 +22,16 @@ from benchmarks.replicas import (
     loads,
 )
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption, OutputTokensOption
 from midfill.cli.options import ModelArgument
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
-from midfill.lab.bench.clients import HttpClient, Measurement
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.serving.cluster.spec import require_ray
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.clients import HttpClient, Measurement
+from midfill_lab.cli.bench.options import JsonOption, OutputTokensOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 _OPTIONS = ("--no-idle-prefill", "--cpus-per-replica", "1")
 _ADDED_SECONDS = 600.0  # in which a replica has to be added

@@ -25,10 +25,10 @@ from typing import IO, Literal
 import msgspec
 
 from midfill.errors import MidfillError
-from midfill.lab.training.corpus import PACKAGE_RECORD
 from midfill.system.files import write_folder
 from midfill.system.pip import run_pip, summarise_failure
 from midfill.system.progress import Progress, ignore_progress
+from midfill_lab.training.corpus import PACKAGE_RECORD
 
 Registry = Literal["pypi", "npm", "debian"]
 

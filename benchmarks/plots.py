@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from midfill.lab.bench.methods.report import exact_holes, held_share, prediction, recall
-from midfill.lab.bench.methods.results import FULL, MethodsReport, ModelResult, Variant
-from midfill.lab.bench.peers.loads import decode_name, prefill_name
-from midfill.lab.bench.peers.results import (
+from midfill_lab.bench.methods.report import exact_holes, held_share, prediction, recall
+from midfill_lab.bench.methods.results import FULL, MethodsReport, ModelResult, Variant
+from midfill_lab.bench.peers.loads import decode_name, prefill_name
+from midfill_lab.bench.peers.results import (
     MIDFILL,
     MIDFILL_PLAIN,
     NATIVE,
@@ -16,7 +16,7 @@ from midfill.lab.bench.peers.results import (
     PeersReport,
     times_faster,
 )
-from midfill.lab.bench.rounds import RoundsReport
+from midfill_lab.bench.rounds import RoundsReport
 
 _LINES = ("-", "--", ":", "-.")
 

@@ -16,15 +16,10 @@ import typer
 
 from benchmarks.report import publish
 from midfill.arrays import Float32Array
-from midfill.cli.bench.options import (
-    JsonOption,
-)
 from midfill.cli.options import ModelArgument, ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import KvDtype, WeightsOption
 from midfill.kernels.cpu.kv_cache import KVFormat
-from midfill.lab.bench.documents import unseen_documents
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -33,7 +28,12 @@ from midfill.runners.cpu.runner import CpuRunner, choose_kv_format
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.documents import unseen_documents
+from midfill_lab.cli.bench.options import (
+    JsonOption,
+)
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 IdArray = npt.NDArray[np.int32]
 

@@ -18,15 +18,10 @@ import typer
 
 from benchmarks.report import publish
 from midfill.arrays import BoolArray, Float32Array
-from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import OptionError
-from midfill.lab.bench.methods.probes import Haystacks, Probe, needle_probes
-from midfill.lab.bench.methods.results import split_specifications
-from midfill.lab.bench.methods.session import MethodSession
 from midfill.methods.method import Method
 from midfill.methods.registry import methods_of, parse_name, resolve_method
 from midfill.methods.sparse_prefill.method import ChunkRule, PrefillMethod
@@ -41,7 +36,12 @@ from midfill.runners.forward.attention import (
     query_blocks,
 )
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.methods.probes import Haystacks, Probe, needle_probes
+from midfill_lab.bench.methods.results import split_specifications
+from midfill_lab.bench.methods.session import MethodSession
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 DENSE = "none"
 """Specification of dense attention, beside which everything is measured."""

@@ -22,18 +22,13 @@ from benchmarks.counting_runner import CountingRunner
 from benchmarks.cpu_model import open_cpu_model
 from benchmarks.report import publish
 from midfill.arrays import Float32Array, Int64Array
-from midfill.cli.bench.options import (
-    JsonOption,
-)
 from midfill.cli.options import ModelArgument, ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
 from midfill.errors import GenerationError, InvalidRequestError
-from midfill.lab.bench.methods.probes import Haystacks, names
 from midfill.methods.method import Method
 from midfill.methods.rows.lazyllm import LazyLLM
 from midfill.methods.rows.uncomp_stage import UNCompStage
@@ -47,7 +42,12 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.methods.probes import Haystacks, names
+from midfill_lab.cli.bench.options import (
+    JsonOption,
+)
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 KEEP = (0.7, 0.5, 0.3)
 STAGES = (0.4, 0.2)

@@ -24,22 +24,22 @@ import msgspec
 import typer
 
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption, OutputTokensOption
 from midfill.cli.options import ModelArgument
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
 from midfill.errors import MidfillError
-from midfill.lab.bench.clients import HttpClient, Measurement
-from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.editing import SESSION_KINDS, edit_session
-from midfill.lab.bench.rounds import RoundsOptions, payload
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.serving.cluster.spec import require_ray
 from midfill.serving.options import RouterName
 from midfill.system.cache import cache_folder
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.clients import HttpClient, Measurement
+from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.editing import SESSION_KINDS, edit_session
+from midfill_lab.bench.rounds import RoundsOptions, payload
+from midfill_lab.cli.bench.options import JsonOption, OutputTokensOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Group
 
-from midfill.system import reporting
-from midfill.system.reporting import ResultTable, replace_section
+from midfill_lab import reporting
+from midfill_lab.reporting import ResultTable, replace_section
 
 
 def publish(

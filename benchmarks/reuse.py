@@ -30,9 +30,7 @@ import typer
 
 from benchmarks.report import publish
 from midfill.arrays import Float32Array, RunnerArray
-from midfill.cli.bench.options import JsonOption, LoadedModelOption
 from midfill.cli.options import ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
@@ -44,10 +42,6 @@ from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
-from midfill.lab.bench.documents import unseen_documents
-from midfill.lab.bench.methods.probes import draw_lines
-from midfill.lab.evaluation.metrics import is_exact_first_line
-from midfill.lab.evaluation.problems import Problem
 from midfill.methods.contexts.method import ParallelMethod
 from midfill.methods.registry import methods_of, parse_name, resolve_method
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
@@ -56,7 +50,13 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable, saver
+from midfill_lab.bench.documents import unseen_documents
+from midfill_lab.bench.methods.probes import draw_lines
+from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.evaluation.metrics import is_exact_first_line
+from midfill_lab.evaluation.problems import Problem
+from midfill_lab.reporting import ResultTable, saver
 
 FULL = "none"
 """Specification under which everything is computed that is no exact prefix."""

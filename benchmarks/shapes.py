@@ -28,7 +28,7 @@ from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file
-from midfill.system.reporting import format_size
+from midfill.system.machine import format_size
 
 _MAX_ROWS = 16_384  # of a tensor drawn at a time
 _BYTES_PER_WEIGHT = 5

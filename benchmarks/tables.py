@@ -10,16 +10,16 @@ import typer
 
 from benchmarks.plots import plot_methods, plot_peers, plot_rounds
 from benchmarks.report import markdown
-from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.errors import MidfillError, OptionError
-from midfill.lab.bench.edits import EditsReport, edits_table
-from midfill.lab.bench.methods.report import methods_tables
-from midfill.lab.bench.methods.results import MethodsReport
-from midfill.lab.bench.peers.results import PeersReport, peers_notes, peers_tables
-from midfill.lab.bench.profile import ProfileReport, profile_tables
-from midfill.lab.bench.rounds import RoundsReport, rounds_table
-from midfill.lab.bench.speed import SpeedReport, speed_table
-from midfill.system.reporting import ResultTable, replace_section
+from midfill_lab.bench.edits import EditsReport, edits_table
+from midfill_lab.bench.methods.report import methods_tables
+from midfill_lab.bench.methods.results import MethodsReport
+from midfill_lab.bench.peers.results import PeersReport, peers_notes, peers_tables
+from midfill_lab.bench.profile import ProfileReport, profile_tables
+from midfill_lab.bench.rounds import RoundsReport, rounds_table
+from midfill_lab.bench.speed import SpeedReport, speed_table
+from midfill_lab.cli.outputs import DocsOption, PlotOption
+from midfill_lab.reporting import ResultTable, replace_section
 
 
 def _peers_tables(report: PeersReport) -> list[ResultTable]:

@@ -23,19 +23,19 @@ import typer
 
 from benchmarks.report import publish
 from midfill.arrays import Float64Array
-from midfill.cli.bench.options import JsonOption, LoadedModelOption
 from midfill.cli.options import ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
-from midfill.lab.bench.documents import standard_library_documents
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.serving.options import ServeOptions
 from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.run import open_service
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 _VICTIM, _ATTACKER = "victim", "attacker"
 _PERMUTATIONS = 10_000

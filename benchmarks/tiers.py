@@ -13,9 +13,7 @@ import msgspec
 import typer
 
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelArgument, ThreadsOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
 from midfill.config import ModelOptions
@@ -25,14 +23,16 @@ from midfill.engine.loading import kv_identity, scheduler_policy
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.kv.tiers.folders import SHARED_MEMORY, ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
-from midfill.lab.bench.documents import Prompts
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
 from midfill.system.cache import cache_folder
-from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable, format_size
+from midfill.system.machine import Machine, describe_machine, format_size
+from midfill_lab.bench.documents import Prompts
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 _CAPACITY = 64 * 2**30
 _FLUSH_SECONDS = 120.0

@@ -1,18 +1,18 @@
 """Train a small infilling adapter for the default model on a folder of Python files.
 
 Run it with: .venv/bin/python examples/train_adapter.py FOLDER OUTPUT
-It needs: .venv/bin/pip install -e '.[train]'. 20,000 tokens take some minutes on two cores and
-show that the loss falls; the shipped adapter saw 2.35 million (docs/training.md).
+It needs: .venv/bin/pip install -e . -e 'lab[train]'. 20,000 tokens take some minutes on two cores
+and show that the loss falls; the shipped adapter saw 2.35 million (docs/training.md).
 """
 
 import sys
 from pathlib import Path
 
-from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run import RunInputs, finish_run, prepare_run
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.training.corpus import Corpus
+from midfill_lab.training.recipe import TrainingRecipe
+from midfill_lab.training.run import RunInputs, finish_run, prepare_run
 
 recipe = TrainingRecipe(tokens=20_000)
 inputs = RunInputs(

@@ -152,7 +152,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small_roofline() -> Iterator[None]:
     """A machine's bandwidth is measured with 32 MiB of memory in place of 512."""
-    from midfill.lab.bench import roofline
+    from midfill_lab.bench import roofline
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(roofline, "_BUFFER_BYTES", 32 << 20)

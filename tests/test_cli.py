@@ -16,7 +16,7 @@ from tiny_adapters import write_adapter, write_record
 from midfill.cli import main
 from midfill.cli.complete import find_caret, render
 from midfill.errors import MidfillError
-from midfill.system.reporting import format_size
+from midfill.system.machine import format_size
 
 HEAVY = ("torch", "numba", "numpy", "transformers", "tokenizers", "fastapi", "zmq", "rich.progress")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import PAGES, ROOT
 
-FOLDERS = ("src", "benchmarks", "tests", "examples", "docs")
+FOLDERS = ("src", "lab", "benchmarks", "tests", "examples", "docs")
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 SOURCE_FILE = re.compile(r"`([\w/.-]*\w\.py)`")

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SOURCES = {".": TESTS.parent / "src" / "midfill", "benchmarks": TESTS.parent / "benchmarks"}
+ROOT = TESTS.parent
+SOURCES = {
+    ".": ROOT / "src" / "midfill",
+    "lab": ROOT / "lab" / "src" / "midfill_lab",
+    "benchmarks": ROOT / "benchmarks",
+}
 APART = {"docs", "fuzz", "helpers"}
 """Folders that mirror no code."""
 
 TESTED_THROUGH = {
-    "cli/bench/*": "cli/test_usage.py",
-    "cli/evaluation/*": "lab/evaluation/test_eval_cli.py",
     "cli/*": "cli/test_usage.py",
     "engine/disaggregated/worker_queues": "engine/disaggregated/test_workers.py",
     "engine/process/aggregate": "serving/cluster/test_remote_engine.py",
@@ -33,6 +36,8 @@ TESTED_THROUGH = {
     "kv/ragged": "runners/cpu/test_parts.py",
     "kv/tiers/warm_tier": "serving/server/test_warm_tier.py",
     "lab/bench/roofline": "lab/bench/test_profile.py",
+    "lab/cli/evaluation/*": "lab/evaluation/test_eval_cli.py",
+    "lab/cli/*": "cli/test_usage.py",
     "lab/evaluation/sandbox/*": "lab/evaluation/sandbox/test_pool.py",
     "lsp/api_client": "lsp/test_completer.py",
     "lsp/child_server": "lsp/test_own_server.py",
@@ -114,7 +119,7 @@ def test_every_module_has_tests(module: Path) -> None:
     folder = TESTS / module.parent
     if (folder / f"test_{module.name}.py").exists():
         return
-    imported_as = ".".join(("midfill", *module.parts))
+    imported_as = ".".join(("midfill", *module.parts)).replace("midfill.lab.", "midfill_lab.")
     if any(imported_as in names for file, names in all_imports().items() if folder in file.parents):
         return
     through = [file for pattern, file in TESTED_THROUGH.items() if fnmatch(str(module), pattern)]

@@ -37,7 +37,7 @@ print(json.dumps(found))
 def failures(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What fails in a copy of the repository with all samples: addition -> traceback."""
     root = tmp_path_factory.mktemp("additions")
-    for folder in ("src/midfill", "benchmarks"):
+    for folder in ("src/midfill", "lab/src/midfill_lab", "benchmarks"):
         shutil.copytree(
             ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "built")
         )
@@ -46,7 +46,10 @@ def failures(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tiny_folder)],
         input=json.dumps({what: addition.program for what, addition in ADDITIONS.items()}),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(root / place) for place in ("src", "lab/src", ".")),
+        },
         cwd=root,
         text=True,
         stdout=subprocess.PIPE,

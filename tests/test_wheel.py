@@ -157,6 +157,28 @@ def test_its_command_lists_models_outside_the_tree(python: Path, tmp_path: Path)
     assert "smollm2-135m" in run([midfill, "models"], tmp_path)
 
 
+def test_it_says_where_commands_that_measure_are_and_the_lab_brings_them(
+    wheel: Path, tmp_path: Path
+) -> None:
+    (libraries,) = site.getsitepackages()[:1]
+    lent = tmp_path / "lent"
+    lent.mkdir()
+    for path in Path(libraries).iterdir():
+        if "midfill" not in path.name:
+            (lent / path.name).symlink_to(path)
+    python = environment_of(wheel, tmp_path, [], lent=[str(lent)])
+    midfill = python.with_name("midfill")
+    refused = subprocess.run(
+        [midfill, "bench", "speed"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert refused.returncode == 2
+    assert "install it with: pip install midfill-lab" in refused.stderr
+    run(["cp", "-r", ROOT / "lab", tmp_path], tmp_path)
+    run([*PIP, "--python", python, "install", "--no-deps", tmp_path / "lab"], tmp_path)
+    for command in (["bench"], ["eval"], ["train"], ["methods", "calibrate"]):
+        assert "Usage" in run([midfill, *command, "--help"], tmp_path)
+
+
 def test_it_serves(python: Path, tiny_folder: Path) -> None:
     with start(tiny_folder, "--kv-memory", "4MB", python=python) as server:
         answer = server.complete(prompt="def f(", suffix="return x", max_tokens=4)

@@ -9,25 +9,25 @@ from benchmarks.compare.ratios import VersionsReport, versions_table
 from benchmarks.compare.rounds import compare_rounds
 from benchmarks.compare.speed import CompareSpeedOptions, compare_speed
 from benchmarks.report import publish
-from midfill.cli.bench.app import (
+from midfill.cli.options import MethodOption, ThreadsOption
+from midfill.cli.progress import show_steps
+from midfill.cli.values import parse_counts, parse_names
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+from midfill_lab.bench.rounds import LAYOUTS, RoundsOptions
+from midfill_lab.cli.bench.app import (
     LayoutsOption,
     RepeatsOption,
     RoundsOption,
     SeedOption,
     UsersOption,
 )
-from midfill.cli.bench.options import (
+from midfill_lab.cli.bench.options import (
     ClientFimTokensOption,
     JsonOption,
     LoadedModelOption,
     OutputTokensOption,
 )
-from midfill.cli.options import MethodOption, ThreadsOption
-from midfill.cli.outputs import DocsOption
-from midfill.cli.progress import show_steps
-from midfill.cli.values import parse_counts, parse_names
-from midfill.lab.bench.rounds import LAYOUTS, RoundsOptions
-from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+from midfill_lab.cli.outputs import DocsOption
 
 CommitArgument = Annotated[
     str, typer.Argument(metavar="COMMIT", help="A commit of this tree's git repository.")

@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.compare.copies import Version
 from midfill.system.machine import Machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.reporting import ResultTable
 
 MIN_PAIRS = 6
 """Five pairs lie all on one side of the median in 2 of 32 cases, six in 2 of 64: under 5%."""

@@ -23,11 +23,11 @@ from benchmarks.compare.copies import Copies, version_copies
 from benchmarks.compare.ratios import RatioFigure, VersionsReport, check_pairs, ratio_figure
 from benchmarks.compare.speed_worker import SpeedWorker, Timing
 from midfill.errors import MidfillError
-from midfill.lab.bench.documents import Prompts
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.system.machine import describe_machine
 from midfill.system.process import ended_by_sigterm
+from midfill_lab.bench.documents import Prompts
 
 _PREFILLED = 5120
 """Prompt tokens per version and restart, about; short prompts are repeated more often."""

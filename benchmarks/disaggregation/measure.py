@@ -31,8 +31,6 @@ from benchmarks.disaggregation.workload import (
     serve,
 )
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.disaggregated.engine import DisaggregatedEngine
@@ -40,7 +38,9 @@ from midfill.engine.disaggregated.workers import Pool
 from midfill.engine.process.client import EngineClient
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 _NO_TIME = DecodeCost(0.0, 0.0, 0.0)
 

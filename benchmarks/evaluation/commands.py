@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.evaluation.options import HumanEvalOption, ProcessesOption
 from midfill.cli.options import AdapterOption, BackendOption, DeviceOption, ThreadsOption
+from midfill_lab.cli.evaluation.options import HumanEvalOption, ProcessesOption
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN.toml", help="The page's runs and sections.")
@@ -52,7 +52,7 @@ def evaluation_page(
     from benchmarks.evaluation.page import PageOptions, measure_page, read_page
     from midfill.cli.progress import show_progress
     from midfill.errors import OptionError
-    from midfill.lab.evaluation.models import ModelChoice
+    from midfill_lab.evaluation.models import ModelChoice
 
     found = read_page(plan)
     sections = only or list(found.sections)

@@ -32,33 +32,33 @@ import msgspec
 from midfill.config import WeightsOption
 from midfill.errors import MidfillError
 from midfill.infill.window import WindowRule
-from midfill.lab.evaluation.conditions import Condition, choose_conditions, parse_conditions
-from midfill.lab.evaluation.cuts import choose_cut, cut_conditions, parse_distance
-from midfill.lab.evaluation.empties import (
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+from midfill.system.progress import Progress
+from midfill_lab.evaluation.conditions import Condition, choose_conditions, parse_conditions
+from midfill_lab.evaluation.cuts import choose_cut, cut_conditions, parse_distance
+from midfill_lab.evaluation.empties import (
     EMPTY_CONDITIONS,
     choose_empty,
     empty_conditions,
     given_empty,
 )
-from midfill.lab.evaluation.models import Model, ModelChoice, load_model
-from midfill.lab.evaluation.problems import CARET_TASKS, FILE_TASKS, Problem, Task, check_file_tasks
-from midfill.lab.evaluation.report import (
+from midfill_lab.evaluation.models import Model, ModelChoice, load_model
+from midfill_lab.evaluation.problems import CARET_TASKS, FILE_TASKS, Problem, Task, check_file_tasks
+from midfill_lab.evaluation.report import (
     comparison_tables,
     read_report,
     report_tables,
     write_report,
 )
-from midfill.lab.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
-from midfill.lab.evaluation.summary import compare_reports
-from midfill.lab.evaluation.windows import (
+from midfill_lab.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
+from midfill_lab.evaluation.summary import compare_reports
+from midfill_lab.evaluation.windows import (
     choose_window,
     parse_windows,
     window_conditions,
     window_name,
 )
-from midfill.models.checkpoints.model_store import DEFAULT_MODEL
-from midfill.system.progress import Progress
-from midfill.system.reporting import replace_section
+from midfill_lab.reporting import replace_section
 
 _SUFFIXES = {"python": (".py",), "javascript": (".js",)}
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from benchmarks.layouts.cost import PieceTokenizer
 from midfill.infill.common_affixes import common_prefix
-from midfill.lab.bench.editing import Round
+from midfill_lab.bench.editing import Round
 
 Counts = npt.NDArray[np.int64]
 Pieces = Callable[[str], Sequence[str]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midfill.errors import MidfillError
-from midfill.lab.bench.editing import Editor, Habits, OpenFile, Round, Writing
+from midfill_lab.bench.editing import Editor, Habits, OpenFile, Round, Writing
 
 _MAX_CHARACTERS = 200_000
 _SELECTED = 40  # longer deletions are a selection and one key

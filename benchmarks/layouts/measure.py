@@ -29,17 +29,17 @@ from benchmarks.layouts import prompts
 from benchmarks.layouts.cost import PieceTokenizer, PromptEncoder, Tokenize
 from benchmarks.layouts.git import History, git_session
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
-from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
-from midfill.lab.bench.edits import efim_cuts, psm_cuts
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.editing import SESSION_KINDS, Round, edit_session
+from midfill_lab.bench.edits import efim_cuts, psm_cuts
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 LAYOUTS = ("psm", "spm", "efim", "planner", "clairvoyant")
 WINDOWS: Mapping[str, Mapping[str, int]] = {

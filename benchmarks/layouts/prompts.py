@@ -12,7 +12,7 @@ from midfill.infill.layout import Segment, TextSegment, lay_out
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
-from midfill.lab.bench.editing import Round
+from midfill_lab.bench.editing import Round
 
 FORMAT = FimFormat("bench", Sentinel("<PRE>", 0), Sentinel("<SUF>", 1), Sentinel("<MID>", 2))
 

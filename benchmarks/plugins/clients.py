@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from benchmarks.layouts.cost import Tokenize
-from midfill.lab.bench.editing import Round
+from midfill_lab.bench.editing import Round
 
 COMPLETIONS = "/v1/completions"
 

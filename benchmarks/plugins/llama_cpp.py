@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from benchmarks.plugins.clients import Asking, Sent, last_lines
-from midfill.lab.bench.editing import Round
+from midfill_lab.bench.editing import Round
 
 _CHUNKS, _QUEUED = 16, 16
 CHUNK_LINES = 64  # half of them are taken

@@ -33,7 +33,6 @@ from benchmarks.plugins.clients import (
 from benchmarks.plugins.counting_engine import CountingEngine, Counts
 from benchmarks.plugins.llama_cpp import LlamaVim, LlamaVscode
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import (
     AdapterOption,
     FimTokensOption,
@@ -41,20 +40,21 @@ from midfill.cli.options import (
     SnippetsOption,
     WindowOption,
 )
-from midfill.cli.outputs import DocsOption, SectionOption
 from midfill.cli.progress import show_steps
 from midfill.config import FimTokens
 from midfill.errors import MidfillError, OptionError
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
-from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import create_app
 from midfill.serving.server.service import ModelService
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.editing import SESSION_KINDS, Round, edit_session
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption, SectionOption
+from midfill_lab.reporting import ResultTable
 
 WHOLE = "whole documents"
 _FILES = 3

@@ -28,15 +28,15 @@ from urllib.parse import urlsplit
 from benchmarks.reliability.overload import Say
 from benchmarks.reliability.served import ServedModel, descriptors, resident_bytes, serve_model
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelArgument
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.process import raise_open_file_limit
 from midfill.system.python_child import python_command, python_environment
-from midfill.system.reporting import ResultTable
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 _JSON = {"content-type": "application/json"}
 _MIB = 1 << 20

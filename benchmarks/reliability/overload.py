@@ -30,16 +30,16 @@ from benchmarks.reliability.asking import Outcome, refusal, whole_answer
 from benchmarks.reliability.connections import Connections
 from benchmarks.reliability.served import ServedModel, serve_model
 from benchmarks.report import publish
-from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelArgument
-from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
-from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.editing import SESSION_KINDS, edit_session
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting import ResultTable
+from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.editing import SESSION_KINDS, edit_session
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
 
 _HUNG = 3  # deadlines after which a request counts as hung
 _IDLE_SECONDS = 60

@@ -22,7 +22,7 @@ def train_plan(
     from rich.console import Console
 
     from midfill.cli.progress import show_progress
-    from midfill.cli.training import open_base, public_name, require_training, train_and_finish
+    from midfill_lab.cli.training import open_base, public_name, require_training, train_and_finish
 
     require_training()
     import torch

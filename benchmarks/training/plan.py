@@ -27,22 +27,22 @@ from benchmarks.package_sources import (
     read_requirements,
 )
 from midfill.errors import MidfillError
-from midfill.lab.training.corpus import (
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.model_record import RECORD_FILE
+from midfill.system.files import write_folder
+from midfill.system.progress import Progress, ignore_progress
+from midfill_lab.training.corpus import (
     MANIFEST,
     Corpus,
     ManifestEntry,
     describe_manifest,
     manifest_text,
 )
-from midfill.lab.training.export import model_card
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run import RunInputs, TrainingRun, prepare_run
-from midfill.lab.training.run_folder import ADAPTER_WEIGHTS, newest_checkpoint
-from midfill.lab.training.trainer import CHECKPOINTS
-from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.model_record import RECORD_FILE
-from midfill.system.files import write_folder
-from midfill.system.progress import Progress, ignore_progress
+from midfill_lab.training.export import model_card
+from midfill_lab.training.recipe import TrainingRecipe
+from midfill_lab.training.run import RunInputs, TrainingRun, prepare_run
+from midfill_lab.training.run_folder import ADAPTER_WEIGHTS, newest_checkpoint
+from midfill_lab.training.trainer import CHECKPOINTS
 
 _FIELDS = frozenset(
     {"model", "fim_tokens", "packages", "held_out", "protect", "start", "recipe", "stages"}

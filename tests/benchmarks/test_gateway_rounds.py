@@ -11,7 +11,7 @@ from benchmarks.gateway_rounds import (
     gateway_rounds_table,
     measure_gateway_rounds,
 )
-from midfill.lab.bench.rounds import RoundsOptions
+from midfill_lab.bench.rounds import RoundsOptions
 
 
 @pytest.mark.timeout(120)

@@ -23,7 +23,7 @@ from benchmarks.package_sources import (
     read_requirements,
 )
 from midfill.errors import MidfillError
-from midfill.lab.training.licences import LicenceFinder
+from midfill_lab.training.licences import LicenceFinder
 
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nLicense: MIT\n"
 BACKEND = f"""

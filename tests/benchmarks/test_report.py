@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from benchmarks.report import publish
-from midfill.system.reporting import ResultTable
+from midfill_lab.reporting import ResultTable
 
 
 class Report(msgspec.Struct):

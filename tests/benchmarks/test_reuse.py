@@ -11,7 +11,7 @@ from benchmarks import reuse as bench
 from benchmarks.__main__ import make_app
 from benchmarks.reuse import FULL, ReuseOptions, ReuseReport, Trial, measure_reuse, reuse_table
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.problems import Problem
+from midfill_lab.evaluation.problems import Problem
 
 NOTHING, SOME = (f"cacheblend:ratio={ratio},check_layer=0" for ratio in ("0", "0.3"))
 APART = "ape:temperature=0.8"

@@ -9,11 +9,11 @@ from tiny_gguf import write_gguf
 
 from benchmarks.shapes import Shape, random_model, write_random_model
 from midfill.errors import MidfillError
-from midfill.lab.bench.peers.measure import Programs, compare_peers
-from midfill.lab.bench.peers.results import PeersOptions
-from midfill.lab.bench.peers.servers import ComparedModel, open_compared
 from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.bench.peers.measure import Programs, compare_peers
+from midfill_lab.bench.peers.results import PeersOptions
+from midfill_lab.bench.peers.servers import ComparedModel, open_compared
 
 pytestmark = pytest.mark.usefixtures("small_roofline")
 

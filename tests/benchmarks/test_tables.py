@@ -8,7 +8,7 @@ from peer_reports import peers_report
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import make_app
-from midfill.system.reporting import write_json
+from midfill_lab.reporting import write_json
 
 
 @pytest.fixture

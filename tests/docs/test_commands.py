@@ -22,7 +22,13 @@ from midfill.cli.app import app
 
 BENCHMARKS_APP = make_app(*BENCHMARKS)
 COMMANDS = [command for block in all_blocks("sh") for command in shell_commands(block)]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS = {
+    names: tomllib.loads((ROOT / file).read_text())["project"]["optional-dependencies"].keys()
+    for names, file in (
+        ((".", "midfill"), "pyproject.toml"),
+        (("lab", "midfill-lab"), "lab/pyproject.toml"),
+    )
+}
 IN_A_SENTENCE = re.compile(r"`((?:midfill|(?:\.venv/bin/)?python -m benchmarks) [^`]*)`")
 
 RUN = {
@@ -118,11 +124,16 @@ def test_make_knows_the_target(command: ShellCommand) -> None:
 
 @pytest.mark.parametrize("command", named("pip", or_not_run=False), ids=str)
 def test_extras_to_install_exist(command: ShellCommand) -> None:
-    own = re.compile(r"(?:\.|midfill)\[(.+)\]")
-    extras = [found[1] for word in command.words if (found := own.fullmatch(word))]
-    assert extras, f"installs nothing of midfill: {command}"
-    for extra in extras:
-        assert set(extra.split(",")) <= EXTRAS.keys(), f"no extra {extra}"
+    installed = [re.fullmatch(r"([\w.-]+?)(?:\[(.+)\])?", word) for word in command.words]
+    own = [
+        (known, found[2])
+        for names, known in EXTRAS.items()
+        for found in installed
+        if found and found[1] in names
+    ]
+    assert own, f"installs nothing of midfill: {command}"
+    for known, extras in own:
+        assert set(filter(None, (extras or "").split(","))) <= known, f"no extra {extras}"
 
 
 @pytest.mark.parametrize("command", named("python", "pytest", or_not_run=False), ids=str)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import strategies as st
 
-from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
+from midfill_lab.bench.editing import SESSION_KINDS, Round, edit_session
 
 SOURCE = "".join(
     f"def function_{n}(x, y):\n    total = x * {n} + y\n    return total\n\n\n" for n in range(60)

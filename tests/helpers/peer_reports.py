@@ -2,14 +2,14 @@
 
 import msgspec
 
-from midfill.lab.bench.peers.results import (
+from midfill.system.machine import describe_machine
+from midfill_lab.bench.peers.results import (
     Figure,
     PeersOptions,
     PeersReport,
     ServerResult,
     figure,
 )
-from midfill.system.machine import describe_machine
 
 SMALL_LOADS = PeersOptions(
     servers=("midfill",),

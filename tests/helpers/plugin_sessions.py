@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from benchmarks.plugins.clients import Plugin, Sent
-from midfill.lab.bench.editing import Round
+from midfill_lab.bench.editing import Round
 
 LINES = [f"    line_{number} = {number}\n" for number in range(1600)]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "src/midfill"
+LAB = "lab/src/midfill_lab"
 NAME = "sampled"
 KIND = "evict"
 
@@ -337,31 +338,29 @@ assert "sampled" in CliRunner().invoke(app, ["models"]).output
         {},
         (
             Entry(
-                f"{PACKAGE}/lab/evaluation/conditions.py",
+                f"{LAB}/evaluation/conditions.py",
                 f'    Condition("{NAME}", "distance", least_increment=7),\n',
                 '    Condition("psm", "end"),\n',
             ),
         ),
         """
-from midfill.lab.evaluation.conditions import parse_conditions
+from midfill_lab.evaluation.conditions import parse_conditions
 assert parse_conditions("sampled,psm") == ("sampled", "psm")
 """,
     ),
     "a filter of training documents": Addition(
         {},
         (
+            Entry(f"{LAB}/training/filters.py", f'    "{NAME}",\n', '    "contaminated",\n'),
             Entry(
-                f"{PACKAGE}/lab/training/filters.py", f'    "{NAME}",\n', '    "contaminated",\n'
-            ),
-            Entry(
-                f"{PACKAGE}/lab/training/filters.py",
+                f"{LAB}/training/filters.py",
                 f'        if "dull" in text:\n            return text, "{NAME}"\n',
                 "        if contains_credential(text):\n",
             ),
         ),
         """
-from midfill.lab.training.corpus import Document
-from midfill.lab.training.filters import DocumentFilter
+from midfill_lab.training.corpus import Document
+from midfill_lab.training.filters import DocumentFilter
 text = "".join(f"name_{line} = 'dull'\\n" for line in range(30)).encode()
 judged = DocumentFilter()
 assert judged.accept(Document("a.py", text, "MIT")) is None

@@ -3,7 +3,7 @@
 import random
 from importlib.util import find_spec
 
-from midfill.lab.training.recipe import DataRecipe, TrainingRecipe
+from midfill_lab.training.recipe import DataRecipe, TrainingRecipe
 
 SHORT = DataRecipe(
     prefix_characters=(5, 40), suffix_characters=(5, 30), long_share=0.0, span_characters=20

@@ -12,10 +12,10 @@ from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.infill.formats import find_format
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.tokens.layout_encoder import LayoutEncoder
+from midfill_lab.bench.editing import SESSION_KINDS, Round, edit_session
 
 SOURCES = {
     name: "".join(

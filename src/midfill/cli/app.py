@@ -1,9 +1,8 @@
 """The ``midfill`` command with its subcommands."""
 
-from midfill.cli.bench.app import app as bench
 from midfill.cli.cluster import app as cluster
 from midfill.cli.complete import complete
-from midfill.cli.evaluation.app import app as evaluation
+from midfill.cli.extensions import add_extensions
 from midfill.cli.gateway import gateway
 from midfill.cli.generate import generate
 from midfill.cli.keys import app as keys
@@ -12,7 +11,6 @@ from midfill.cli.methods import app as methods
 from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
 from midfill.cli.top import top
-from midfill.cli.training import app as training
 from midfill.cli.usage import GroupedHelp, root_app
 
 app = root_app(
@@ -26,6 +24,4 @@ for command in (gateway, complete, lsp, top, generate, pull, models):
 app.add_typer(cluster, name="cluster")
 app.add_typer(methods, name="methods")
 app.add_typer(keys, name="keys")
-app.add_typer(bench, name="bench")
-app.add_typer(evaluation, name="eval")
-app.add_typer(training, name="train")
+add_extensions({"": app, "methods": methods})

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from midfill.system.reporting import format_size
+from midfill.system.machine import format_size
 
 _BYTES_PER_WEIGHT = 0.65  # of --weights q4, with scales
 _BESIDE = 2**29  # bytes of memory for KV and libraries

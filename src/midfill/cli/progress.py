@@ -40,7 +40,7 @@ def show_progress(write: Callable[[str], None] = _print_line) -> Iterator[Progre
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from midfill.system.reporting import format_size
+    from midfill.system.machine import format_size
 
     columns = (
         TextColumn("{task.description}"),

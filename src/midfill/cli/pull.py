@@ -38,8 +38,7 @@ def models() -> None:
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL, list_models
     from midfill.models.families import FAMILIES
     from midfill.system.bandwidth import memory_bandwidth
-    from midfill.system.machine import available_memory
-    from midfill.system.reporting import format_size
+    from midfill.system.machine import available_memory, format_size
 
     table = Table(box=None, pad_edge=False)
     for title in ("NAME", "SIZE", "FORMAT", "STATE", "WHERE"):

@@ -99,7 +99,7 @@ def _show_code_models() -> None:
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
     """Return what is shown when the server is ready: what it serves and how to try it."""
-    from midfill.system.reporting import format_size
+    from midfill.system.machine import format_size
     from midfill.version import __version__
 
     if (format := service.fim_format) is not None:

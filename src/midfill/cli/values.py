@@ -94,7 +94,7 @@ def parse_method(text: str) -> str:
         return text
     from midfill.methods.registry import resolve_method
 
-    return _checked(text, resolve_method)
+    return checked(text, resolve_method)
 
 
 def parse_allowed_method(text: str) -> str:
@@ -107,7 +107,7 @@ def parse_allowed_method(text: str) -> str:
         return text
     from midfill.methods.registry import check_name
 
-    return _checked(text, check_name)
+    return checked(text, check_name)
 
 
 def parse_codec(text: str) -> str:
@@ -120,22 +120,15 @@ def parse_codec(text: str) -> str:
         return text
     from midfill.methods.codecs import check_codec
 
-    return _checked(text, check_codec)
+    return checked(text, check_codec)
 
 
-def parse_calibration(text: str) -> str:
-    """Return the specification of a method's calibration, checked.
+def checked(text: str, resolve: Callable[[str], object]) -> str:
+    """Return a specification that ``resolve`` accepts.
 
     Raises:
-        typer.BadParameter: there is no such method or option, a value doesn't fit, or the method
-            needs no calibration.
+        typer.BadParameter: it refuses it.
     """
-    from midfill.lab.calibration.registry import resolve_calibrator
-
-    return _checked(text, resolve_calibrator)
-
-
-def _checked(text: str, resolve: Callable[[str], object]) -> str:
     try:
         resolve(text)
     except InvalidRequestError as error:

@@ -37,6 +37,7 @@ class MethodEntry:
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters; a module below ``midfill.methods``
             begins with a dot.
+        calibrated: whether it needs tables that ``midfill methods calibrate`` computes of a model.
     """
 
     name: str
@@ -45,6 +46,7 @@ class MethodEntry:
     source: str
     module: str
     factory: str
+    calibrated: bool = False
 
     def load(self) -> type[Any]:
         """Return the dataclass of the method's hyper-parameters."""
@@ -75,16 +77,19 @@ METHODS = {
         MethodEntry("streamingllm", "evict", "StreamingLLM",
             "Xiao et al., ICLR 2024, arXiv 2309.17453", ".evict.streaming_llm", "StreamingLLM"),
         MethodEntry("compresskv", "evict", "CompressKV",
-            "Lin et al., 2025, arXiv 2508.02401", ".evict.compresskv", "CompressKV"),
+            "Lin et al., 2025, arXiv 2508.02401",
+            ".evict.compresskv", "CompressKV", calibrated=True),
         MethodEntry("uncomp", "evict", "UNComp",
-            "Xiong et al., 2024, arXiv 2410.03090", ".evict.uncomp", "UNComp"),
+            "Xiong et al., 2024, arXiv 2410.03090", ".evict.uncomp", "UNComp", calibrated=True),
         MethodEntry("razorattention", "evict", "RazorAttention",
-            "Tang et al., ICLR 2025, arXiv 2407.15891", ".evict.razorattention", "RazorAttention"),
+            "Tang et al., ICLR 2025, arXiv 2407.15891",
+            ".evict.razorattention", "RazorAttention", calibrated=True),
         MethodEntry("duoattention", "evict", "DuoAttention",
-            "Xiao et al., ICLR 2025, arXiv 2410.10819", ".evict.duoattention", "DuoAttention"),
+            "Xiao et al., ICLR 2025, arXiv 2410.10819",
+            ".evict.duoattention", "DuoAttention", calibrated=True),
         MethodEntry("minference", "prefill", "MInference",
             "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
-            ".sparse_prefill.minference", "MInference"),
+            ".sparse_prefill.minference", "MInference", calibrated=True),
         MethodEntry("flexprefill", "prefill", "FlexPrefill",
             "Lai et al., ICLR 2025, arXiv 2502.20766",
             ".sparse_prefill.flexprefill", "FlexPrefill"),

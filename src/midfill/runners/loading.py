@@ -90,7 +90,7 @@ def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:
         OptionError: there is not.
     """
     if kv_memory is not None and kv_memory > free_bytes:
-        from midfill.system.reporting import format_size  # which draws tables, too
+        from midfill.system.machine import format_size
 
         raise OptionError(
             f"--kv-memory {kv_memory} is more than the {format_size(free_bytes)}"

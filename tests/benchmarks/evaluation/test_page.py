@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.evaluation.page import PageOptions, measure_page, read_page
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.models import ModelChoice
+from midfill_lab.evaluation.models import ModelChoice
 
 ROOT = Path(__file__).parents[3]
 PLAN = """

@@ -10,8 +10,8 @@ from editing import session
 from benchmarks.layouts import prompts
 from benchmarks.layouts.clairvoyant import clairvoyant_cuts
 from benchmarks.layouts.cost import PromptEncoder
-from midfill.lab.bench.editing import Round
-from midfill.lab.bench.edits import efim_cuts
+from midfill_lab.bench.editing import Round
+from midfill_lab.bench.edits import efim_cuts
 
 
 def test_the_clairvoyant_is_as_good_as_trying_every_cut() -> None:

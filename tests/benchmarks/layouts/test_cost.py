@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from benchmarks.layouts import prompts
 from benchmarks.layouts.cost import PieceTokenizer, PrefixCache, PromptEncoder, count_computed
 from midfill.infill.common_affixes import common_prefix
-from midfill.lab.bench.editing import Round
-from midfill.lab.bench.edits import psm_cuts
+from midfill_lab.bench.editing import Round
+from midfill_lab.bench.edits import psm_cuts
 
 
 class TestCost:

@@ -12,8 +12,8 @@ from benchmarks.plugins.clients import (
     Zed,
 )
 from midfill.infill.template import parse_template
-from midfill.lab.bench.editing import Round
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill_lab.bench.editing import Round
 
 
 def test_minuet_sends_three_equal_requests_with_a_window_behind_a_header() -> None:

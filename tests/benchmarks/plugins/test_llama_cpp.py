@@ -13,7 +13,7 @@ from benchmarks.plugins.llama_cpp import (
     common_lines,
     common_words,
 )
-from midfill.lab.bench.editing import Round
+from midfill_lab.bench.editing import Round
 
 
 @pytest.mark.parametrize("kind", [LlamaVim, LlamaVscode])

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from training_corpus import reset_training, short_recipe
 
-from midfill.lab.training.recipe import TrainingRecipe
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.training.recipe import TrainingRecipe
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,11 @@ from benchmarks.training.plan import (
     stage_folder,
 )
 from midfill.errors import MidfillError
-from midfill.lab.training.corpus import PACKAGE_RECORD
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run import finish_run
-from midfill.lab.training.run_folder import newest_checkpoint
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill_lab.training.corpus import PACKAGE_RECORD
+from midfill_lab.training.recipe import TrainingRecipe
+from midfill_lab.training.run import finish_run
+from midfill_lab.training.run_folder import newest_checkpoint
 
 PLAN = """
 model = "tiny"

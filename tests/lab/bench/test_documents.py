@@ -9,15 +9,15 @@ import pytest
 from tiny_gguf import write_gguf
 
 from midfill.errors import MidfillError
-from midfill.lab.bench import documents
-from midfill.lab.bench.documents import (
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill_lab.bench import documents
+from midfill_lab.bench.documents import (
     Prompts,
     standard_library_documents,
     trained_hashes,
     unseen_documents,
 )
-from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.tokens.tokenizer import Tokenizer
 
 
 def test_documents_are_real_files_of_the_wanted_size_and_the_same_for_a_seed() -> None:

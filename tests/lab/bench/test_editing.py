@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from editing import SOURCES, session
 
-from midfill.lab.bench.editing import SESSION_KINDS, RoundKind, edit_session
+from midfill_lab.bench.editing import SESSION_KINDS, RoundKind, edit_session
 
 
 class TestSessions:

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from tiny_checkpoints import write_tiny
 
-from midfill.lab.bench.clients import InProcessClient
-from midfill.lab.bench.edits import edits_table, replay_edits
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+from midfill_lab.bench.clients import InProcessClient
+from midfill_lab.bench.edits import edits_table, replay_edits
 
 
 def check_replay(model: str, rounds: int) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.lab.bench.profile import Load, ProfileReport, measure_profile, profile_tables
+from midfill_lab.bench.profile import Load, ProfileReport, measure_profile, profile_tables
 
 pytestmark = pytest.mark.usefixtures("small_roofline")
 

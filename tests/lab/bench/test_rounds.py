@@ -10,8 +10,8 @@ from tiny_checkpoints import write_tiny
 
 from benchmarks.plots import plot_rounds
 from midfill.errors import MidfillError
-from midfill.lab.bench.clients import HttpClient, InProcessClient, Measurement
-from midfill.lab.bench.rounds import (
+from midfill_lab.bench.clients import HttpClient, InProcessClient, Measurement
+from midfill_lab.bench.rounds import (
     RoundsOptions,
     RoundsReport,
     layout_fields,
@@ -21,7 +21,7 @@ from midfill.lab.bench.rounds import (
     rounds_table,
     summarise,
 )
-from midfill.system.reporting import replace_section
+from midfill_lab.reporting import replace_section
 
 SENTINELS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 OPTIONS = RoundsOptions(users=2, rounds=3, output_tokens=4, repeats=1, sentinels=SENTINELS)

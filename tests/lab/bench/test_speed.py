@@ -6,7 +6,7 @@ import pytest
 from tiny_checkpoints import write_tiny
 
 from midfill.errors import OptionError
-from midfill.lab.bench.speed import SpeedOptions, SpeedReport, measure_speed, speed_table
+from midfill_lab.bench.speed import SpeedOptions, SpeedReport, measure_speed, speed_table
 
 
 @pytest.fixture(scope="module")

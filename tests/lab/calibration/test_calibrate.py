@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from midfill.errors import InvalidRequestError
-from midfill.lab.calibration import registry
-from midfill.lab.calibration.calibrate import calibrate
-from midfill.lab.calibration.registry import resolve_calibrator
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Tables
 from midfill.methods.registry import METHODS, MethodEntry
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import model_digest, open_checkpoint
 from midfill.system.progress import Progress
+from midfill_lab.calibration import registry
+from midfill_lab.calibration.calibrate import calibrate
+from midfill_lab.calibration.registry import resolve_calibrator
 
 
 @pytest.fixture(autouse=True)

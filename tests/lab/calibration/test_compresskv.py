@@ -14,12 +14,6 @@ from fake_keys import (
 from tiny_checkpoints import write_tiny
 
 from midfill.errors import MidfillError
-from midfill.lab.calibration.compresskv import (
-    EvidenceSearch,
-    evidence_scores,
-    recall,
-    relative_errors,
-)
 from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.needles import NeedleText, needle_text
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
@@ -27,6 +21,12 @@ from midfill.models.checkpoints.opening import model_digest, open_checkpoint, op
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.decoder import Decoder, KVCache
 from midfill.runners.torch.weights import load_weights
+from midfill_lab.calibration.compresskv import (
+    EvidenceSearch,
+    evidence_scores,
+    recall,
+    relative_errors,
+)
 
 
 def test_tokens_of_the_needle_credit_the_attention_to_all_of_it() -> None:

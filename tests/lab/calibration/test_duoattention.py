@@ -9,7 +9,6 @@ import torch
 from tiny_checkpoints import write_tiny, write_variant
 
 from midfill.errors import InvalidRequestError
-from midfill.lab.calibration.duoattention import GatedDecoder, GateTraining, GateTrainingWork
 from midfill.methods.evict.duoattention import (
     retrieval_heads,
 )
@@ -17,6 +16,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.decoder import Decoder, KVCache
 from midfill.runners.torch.weights import load_weights
+from midfill_lab.calibration.duoattention import GatedDecoder, GateTraining, GateTrainingWork
 
 # Random weights make any change of attention a large one, so the penalty has to be large, too.
 SMALL = GateTraining(

@@ -8,7 +8,6 @@ import torch
 from tiny_checkpoints import write_tiny
 
 from midfill.errors import InvalidRequestError
-from midfill.lab.calibration.minference import SIZES, KnownLayer, PatternSearch, choose, pairs_text
 from midfill.methods.sparse_prefill.minference import (
     CANDIDATES,
     Pattern,
@@ -18,6 +17,7 @@ from midfill.methods.sparse_prefill.minference import (
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.forward.attention import SpanLists
 from midfill.runners.torch.part_attention import TorchProbe
+from midfill_lab.calibration.minference import SIZES, KnownLayer, PatternSearch, choose, pairs_text
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import torch
 from tiny_checkpoints import VOCAB, reference_model, write_variant
 
 from midfill.errors import InvalidRequestError
-from midfill.lab.calibration.razorattention import HeadSearch, repetition_scores
 from midfill.methods.model_probe import ModelProbe
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.torch.runner import TorchRunner
+from midfill_lab.calibration.razorattention import HeadSearch, repetition_scores
 
 PERIOD, REPEATS = 20, 8  # enough tokens for several chunks of rows
 

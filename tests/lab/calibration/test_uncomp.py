@@ -11,10 +11,10 @@ from fake_keys import (
 )
 from tiny_checkpoints import write_tiny
 
-from midfill.lab.calibration.calibrate import calibrate
-from midfill.lab.calibration.uncomp import layer_entropy, matrix_entropy, upper_half
 from midfill.methods.calibration_store import read
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.calibration.calibrate import calibrate
+from midfill_lab.calibration.uncomp import layer_entropy, matrix_entropy, upper_half
 
 
 def normal(*shape: int) -> np.ndarray:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.carets import REACH, shows_gap
-from midfill.lab.evaluation.holes import draw_holes
-from midfill.lab.evaluation.problems import CARET_TASKS, EMPTY_TASKS, CaretTask, Problem
-from midfill.lab.evaluation.source_files import SourceFile, read_files
+from midfill_lab.evaluation.carets import REACH, shows_gap
+from midfill_lab.evaluation.holes import draw_holes
+from midfill_lab.evaluation.problems import CARET_TASKS, EMPTY_TASKS, CaretTask, Problem
+from midfill_lab.evaluation.source_files import SourceFile, read_files
 
 FILES = read_files([Path(__file__).parent])
 TEXTS = {file.name: file.text for file in FILES}

@@ -11,7 +11,7 @@ from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment
 from midfill.infill.request import InfillRequest
-from midfill.lab.evaluation.conditions import (
+from midfill_lab.evaluation.conditions import (
     CONDITIONS,
     Condition,
     PromptOptions,
@@ -22,8 +22,8 @@ from midfill.lab.evaluation.conditions import (
     window,
     with_methods,
 )
-from midfill.lab.evaluation.models import LocalModel, ModelPrompt
-from midfill.lab.evaluation.problems import Problem
+from midfill_lab.evaluation.models import LocalModel, ModelPrompt
+from midfill_lab.evaluation.problems import Problem
 
 PRE, SUF, MID = (Sentinel(name, place) for place, name in enumerate(("<P>", "<S>", "<M>")))
 FORMAT = FimFormat("test", PRE, SUF, MID, stop=(SUF,))

@@ -8,7 +8,7 @@ import pytest
 
 from midfill.errors import MidfillError
 from midfill.infill.confidence import Estimator, Features
-from midfill.lab.evaluation.confidence import (
+from midfill_lab.evaluation.confidence import (
     JudgedCaret,
     calibration_error,
     fit,
@@ -17,7 +17,7 @@ from midfill.lab.evaluation.confidence import (
     most_confident,
     reliability_bins,
 )
-from midfill.lab.evaluation.run import (
+from midfill_lab.evaluation.run import (
     InfillingReport,
     LineEvidence,
     Outcome,

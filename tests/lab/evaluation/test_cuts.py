@@ -8,17 +8,17 @@ import pytest
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
-from midfill.lab.evaluation.choice import check_score, half_of, split_in_halves
-from midfill.lab.evaluation.conditions import PromptOptions, make_prompt
-from midfill.lab.evaluation.cuts import (
+from midfill.models.checkpoints.model_record import MAX_LEAST_INCREMENT
+from midfill_lab.evaluation.choice import check_score, half_of, split_in_halves
+from midfill_lab.evaluation.conditions import PromptOptions, make_prompt
+from midfill_lab.evaluation.cuts import (
     choose_cut,
     cut_conditions,
     parse_distance,
     parse_distances,
 )
-from midfill.lab.evaluation.problems import Problem
-from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
-from midfill.models.checkpoints.model_record import MAX_LEAST_INCREMENT
+from midfill_lab.evaluation.problems import Problem
+from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 
 PRE, SUF, MID = (Sentinel(name, place) for place, name in enumerate(("<P>", "<S>", "<M>")))
 FORMAT = FimFormat("test", PRE, SUF, MID, stop=(SUF,))

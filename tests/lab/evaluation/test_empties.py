@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.choice import split_in_halves
-from midfill.lab.evaluation.empties import (
+from midfill_lab.evaluation.choice import split_in_halves
+from midfill_lab.evaluation.empties import (
     EMPTY_CONDITIONS,
     LEAST_THRESHOLD,
     caret_results,
@@ -19,8 +19,8 @@ from midfill.lab.evaluation.empties import (
     separation,
     smallest_threshold,
 )
-from midfill.lab.evaluation.problems import EMPTY_TASKS, Task
-from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
+from midfill_lab.evaluation.problems import EMPTY_TASKS, Task
+from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 
 TASKS: tuple[Task, ...] = ("missing-line", "nothing-end")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.holes import draw_holes
-from midfill.lab.evaluation.problems import FILE_TASKS, FileTask, Problem
-from midfill.lab.evaluation.source_files import SourceFile, read_files
+from midfill_lab.evaluation.holes import draw_holes
+from midfill_lab.evaluation.problems import FILE_TASKS, FileTask, Problem
+from midfill_lab.evaluation.source_files import SourceFile, read_files
 
 HERE = Path(__file__).parent
 FILES = read_files([HERE])

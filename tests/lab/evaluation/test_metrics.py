@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.lab.evaluation.metrics import (
+from midfill_lab.evaluation.metrics import (
     completes_word,
     is_exact,
     is_exact_first_line,

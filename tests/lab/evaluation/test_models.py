@@ -8,7 +8,7 @@ import pytest
 
 from midfill.errors import MidfillError
 from midfill.infill.request import InfillRequest
-from midfill.lab.evaluation.models import (
+from midfill_lab.evaluation.models import (
     Model,
     ModelChoice,
     ModelPrompt,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.problems import load_humaneval, sample_problems
-from midfill.lab.evaluation.sandbox.pool import Sandbox
+from midfill_lab.evaluation.problems import load_humaneval, sample_problems
+from midfill_lab.evaluation.sandbox.pool import Sandbox
 
 NAME = "HumanEval-SingleLineInfilling.jsonl.gz"
 

@@ -7,17 +7,17 @@ import pytest
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.request import InfillRequest
-from midfill.lab.evaluation.conditions import PromptOptions, make_prompt
-from midfill.lab.evaluation.holes import draw_holes
-from midfill.lab.evaluation.problems import Problem
-from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
-from midfill.lab.evaluation.snippets import (
+from midfill_lab.evaluation.conditions import PromptOptions, make_prompt
+from midfill_lab.evaluation.holes import draw_holes
+from midfill_lab.evaluation.problems import Problem
+from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
+from midfill_lab.evaluation.snippets import (
     choose_snippets,
     parse_snippets,
     snippet_conditions,
     with_snippets,
 )
-from midfill.lab.evaluation.source_files import SourceFile
+from midfill_lab.evaluation.source_files import SourceFile
 
 FORMAT = FimFormat("test", Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.source_files import SourceFile, read_files
+from midfill_lab.evaluation.source_files import SourceFile, read_files
 
 JAVASCRIPT = """\
 /* a comment with words

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.report import (
+from midfill_lab.evaluation.report import (
     comparison_tables,
     plot_report,
     read_report,
     report_tables,
     write_report,
 )
-from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
-from midfill.lab.evaluation.summary import (
+from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
+from midfill_lab.evaluation.summary import (
     baseline_of,
     compare_reports,
     differences,

@@ -12,10 +12,11 @@ from midfill.infill.cut_places import keeps_any_tokens
 from midfill.infill.planner import Planner
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
-from midfill.lab.evaluation.conditions import PromptOptions, make_prompt
-from midfill.lab.evaluation.models import Answer, ModelPrompt
-from midfill.lab.evaluation.problems import Problem, check_file_tasks
-from midfill.lab.evaluation.run import (
+from midfill.system.progress import StageProgress
+from midfill_lab.evaluation.conditions import PromptOptions, make_prompt
+from midfill_lab.evaluation.models import Answer, ModelPrompt
+from midfill_lab.evaluation.problems import Problem, check_file_tasks
+from midfill_lab.evaluation.run import (
     InfillingReport,
     Outcome,
     ProblemRecord,
@@ -25,13 +26,12 @@ from midfill.lab.evaluation.run import (
     load_problems,
     measure_costs,
 )
-from midfill.lab.evaluation.windows import (
+from midfill_lab.evaluation.windows import (
     choose_window,
     parse_windows,
     rule_of,
     window_conditions,
 )
-from midfill.system.progress import StageProgress
 
 LINES = "".join(f"value_{number} = compute({number * 7919 % 1000})\n" for number in range(900))
 RULES = (WindowRule(200, 50), WindowRule(600, 200))

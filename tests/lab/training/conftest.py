@@ -8,13 +8,13 @@ import pytest
 from training_corpus import FIM, reset_training, short_recipe, source_text
 
 from midfill.infill.formats import FimFormat, custom_format
-from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.recipe import TrainingRecipe
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.training.corpus import Corpus
+from midfill_lab.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
-    from midfill.lab.training.run import TrainingRun
+    from midfill_lab.training.run import TrainingRun
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def recipe() -> TrainingRecipe:
 @pytest.fixture
 def start(tiny: Checkpoint, corpus: Path) -> "Callable[..., TrainingRun]":
     """Prepare a run on the tiny model: ``start(folder, recipe)``."""
-    from midfill.lab.training.run import RunInputs, prepare_run
+    from midfill_lab.training.run import RunInputs, prepare_run
 
     def run(
         folder: Path, recipe: TrainingRecipe, sources: Sequence[Path] = (corpus,), **inputs: object

@@ -10,8 +10,8 @@ import torch
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
 
 from midfill.errors import MidfillError
-from midfill.lab.training.base_model import load_base_model, packed_attention
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.training.base_model import load_base_model, packed_attention
 
 LENGTHS = (50, 1, 30, 70)  # longer than every sliding window, and a single token
 

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from midfill.errors import MidfillError
-from midfill.lab.training.corpus import PACKAGE_RECORD, Corpus, Document, read_record_documents
+from midfill_lab.training.corpus import PACKAGE_RECORD, Corpus, Document, read_record_documents
 
 
 def write(path: Path, content: str = "x = 1\n") -> Path:

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.infill.layout import PromptLayout, lay_out
-from midfill.lab.training.examples import (
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.tokens.layout_encoder import encode_layout
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill_lab.training.examples import (
     Example,
     ExampleMaker,
     PackedRow,
@@ -22,11 +25,8 @@ from midfill.lab.training.examples import (
     split_at,
     token_starts,
 )
-from midfill.lab.training.holes import Hole
-from midfill.lab.training.recipe import DataRecipe
-from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.tokens.layout_encoder import encode_layout
-from midfill.models.tokens.tokenizer import Tokenizer
+from midfill_lab.training.holes import Hole
+from midfill_lab.training.recipe import DataRecipe
 
 FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 TEXT = (

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midfill.errors import CheckpointError, MidfillError
 from midfill.infill.formats import FimFormat, custom_format, find_format
-from midfill.lab.training.base_model import load_base_model
-from midfill.lab.training.export import adapter_record, model_card, write_adapter, write_model
-from midfill.lab.training.lora import make_trainable
-from midfill.lab.training.recipe import TrainingRecipe
 from midfill.models.checkpoints.adapter import load_adapter
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import AdaptedCheckpoint, open_checkpoint
+from midfill_lab.training.base_model import load_base_model
+from midfill_lab.training.export import adapter_record, model_card, write_adapter, write_model
+from midfill_lab.training.lora import make_trainable
+from midfill_lab.training.recipe import TrainingRecipe
 
 FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 SENTINELS = (1, 2, 3)

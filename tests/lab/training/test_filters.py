@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.lab.training.corpus import Document
-from midfill.lab.training.filters import (
+from midfill_lab.training.corpus import Document
+from midfill_lab.training.filters import (
     DocumentFilter,
     FilterOptions,
     SeenTexts,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from midfill.infill.planner import opened_line_break
 from midfill.infill.prefix_cut import CutHistory
-from midfill.lab.training.holes import Hole, draw_hole
-from midfill.lab.training.recipe import DataRecipe
+from midfill_lab.training.holes import Hole, draw_hole
+from midfill_lab.training.recipe import DataRecipe
 
 TEXTS = st.text(st.sampled_from("ab  \t\n\n(é漢😀"), max_size=300)
 SEEDS = st.integers(0, 10**6)

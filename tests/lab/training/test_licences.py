@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from midfill.lab.training.licences import PERMISSIVE, LicenceFinder, spdx_of, spdx_of_all
+from midfill_lab.training.licences import PERMISSIVE, LicenceFinder, spdx_of, spdx_of_all
 
 PYTHON = """A. HISTORY OF THE SOFTWARE
 ==========================

@@ -11,20 +11,20 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
-from midfill.lab.training.base_model import load_base_model
-from midfill.lab.training.examples import PackedRow
-from midfill.lab.training.lora import (
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.lora_merge import add_to_quantized
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.stored_tensor import StoredTensor
+from midfill_lab.training.base_model import load_base_model
+from midfill_lab.training.examples import PackedRow
+from midfill_lab.training.lora import (
     QAT_ROUNDING,
     MergedLora,
     QuantizationAwareLora,
     make_trainable,
 )
-from midfill.lab.training.loss import InfillingLoss
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.lora_merge import add_to_quantized
-from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.stored_tensor import StoredTensor
+from midfill_lab.training.loss import InfillingLoss
+from midfill_lab.training.recipe import TrainingRecipe
 
 
 @pytest.mark.parametrize("variant", ["llama-tied", "qwen3", "starcoder2"])

@@ -11,15 +11,15 @@ import torch
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.infill.formats import custom_format
-from midfill.lab.training import loss as loss_module
-from midfill.lab.training.base_model import load_base_model
-from midfill.lab.training.examples import Example, ExampleMaker, PackedRow
-from midfill.lab.training.holes import Hole
-from midfill.lab.training.lora import make_trainable
-from midfill.lab.training.loss import BaseTeacher, InfillingLoss, Targets, Teaching, vocabulary_loss
-from midfill.lab.training.recipe import DataRecipe, TrainingRecipe
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.training import loss as loss_module
+from midfill_lab.training.base_model import load_base_model
+from midfill_lab.training.examples import Example, ExampleMaker, PackedRow
+from midfill_lab.training.holes import Hole
+from midfill_lab.training.lora import make_trainable
+from midfill_lab.training.loss import BaseTeacher, InfillingLoss, Targets, Teaching, vocabulary_loss
+from midfill_lab.training.recipe import DataRecipe, TrainingRecipe
 
 END = 5
 

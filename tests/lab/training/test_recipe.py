@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.training.recipe import DataRecipe, TrainingRecipe, build
+from midfill_lab.training.recipe import DataRecipe, TrainingRecipe, build
 
 
 def test_a_recipe_is_read_from_toml(tmp_path: Path) -> None:

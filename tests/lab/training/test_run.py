@@ -10,17 +10,17 @@ from tiny_checkpoints import SPECIAL_TOKENS, tiny_tokenizer, write_tiny
 
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.infill.formats import find_format
-from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run import (
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.training.corpus import Corpus
+from midfill_lab.training.recipe import TrainingRecipe
+from midfill_lab.training.run import (
     RunInputs,
     TrainingRun,
     choose_end_token,
     choose_fim_format,
     open_stream,
 )
-from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 
 Start = Callable[..., TrainingRun]
 

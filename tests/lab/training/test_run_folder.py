@@ -14,8 +14,9 @@ import torch
 
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run_folder import (
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill_lab.training.recipe import TrainingRecipe
+from midfill_lab.training.run_folder import (
     LossLog,
     StepReport,
     TrainingState,
@@ -29,7 +30,6 @@ from midfill.lab.training.run_folder import (
     read_loss_log,
     save_checkpoint,
 )
-from midfill.models.checkpoints.checkpoint import Checkpoint
 
 
 def trained(seed: int, width: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -86,7 +86,7 @@ KILLED = """
     import sys
     from pathlib import Path
     import torch
-    from midfill.lab.training.run_folder import TrainingState, save_checkpoint
+    from midfill_lab.training.run_folder import TrainingState, save_checkpoint
 
     model = torch.nn.Linear(1500, 1500)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -11,14 +11,14 @@ import pytest
 
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
-from midfill.lab.training import run
-from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.examples import ExampleMaker, PackedRow
-from midfill.lab.training.filters import DocumentFilter
-from midfill.lab.training.recipe import DataRecipe, TrainingRecipe
-from midfill.lab.training.run import RunInputs
-from midfill.lab.training.stream import Survey, TrainingStream, survey_stream
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill_lab.training import run
+from midfill_lab.training.corpus import Corpus
+from midfill_lab.training.examples import ExampleMaker, PackedRow
+from midfill_lab.training.filters import DocumentFilter
+from midfill_lab.training.recipe import DataRecipe, TrainingRecipe
+from midfill_lab.training.run import RunInputs
+from midfill_lab.training.stream import Survey, TrainingStream, survey_stream
 
 
 @pytest.fixture

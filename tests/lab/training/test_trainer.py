@@ -12,11 +12,11 @@ import torch
 from accelerate.state import AcceleratorState
 
 from midfill.errors import MidfillError
-from midfill.lab.training.export import write_adapter
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run import TrainingRun
-from midfill.lab.training.run_folder import StepReport, newest_checkpoint, read_loss_log
-from midfill.lab.training.trainer import resolve_precision
+from midfill_lab.training.export import write_adapter
+from midfill_lab.training.recipe import TrainingRecipe
+from midfill_lab.training.run import TrainingRun
+from midfill_lab.training.run_folder import StepReport, newest_checkpoint, read_loss_log
+from midfill_lab.training.trainer import resolve_precision
 
 Start = Callable[..., TrainingRun]
 

@@ -9,12 +9,12 @@ from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill import LLM, SamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.lab.calibration.calibrate import calibrate
 from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.evict.razorattention import VERSION, RazorAttention, retrieval_heads
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
 from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
+from midfill_lab.calibration.calibrate import calibrate
 
 
 def test_heads_are_ranked_over_the_model_by_the_best_of_their_group() -> None:

@@ -7,7 +7,6 @@ from tiny_checkpoints import write_tiny
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
-from midfill.lab.calibration.calibrate import calibrate
 from midfill.llm import LLM
 from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.served_model import ServedModel
@@ -21,6 +20,7 @@ from midfill.methods.sparse_prefill.minference import (
 )
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
 from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
+from midfill_lab.calibration.calibrate import calibrate
 
 SEARCH = "minference:tokens=600,texts=2,budget=0.5"
 

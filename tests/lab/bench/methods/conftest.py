@@ -8,7 +8,7 @@ import pytest
 from tiny_checkpoints import write_tiny
 
 if TYPE_CHECKING:
-    from midfill.lab.bench.methods.session import MethodSession
+    from midfill_lab.bench.methods.session import MethodSession
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def session(tiny_model: str) -> Iterator["MethodSession"]:
-    from midfill.lab.bench.methods.session import MethodSession
+    from midfill_lab.bench.methods.session import MethodSession
 
     one = MethodSession(tiny_model, threads=1)
     yield one

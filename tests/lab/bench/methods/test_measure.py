@@ -9,16 +9,16 @@ import pytest
 from benchmarks.plots import plot_methods
 from benchmarks.report import markdown
 from midfill.errors import MidfillError
-from midfill.lab.bench.methods.measure import measure_methods
-from midfill.lab.bench.methods.report import held_share, methods_tables, prediction, recall
-from midfill.lab.bench.methods.results import (
+from midfill_lab.bench.methods.measure import measure_methods
+from midfill_lab.bench.methods.report import held_share, methods_tables, prediction, recall
+from midfill_lab.bench.methods.results import (
     FULL,
     MethodsOptions,
     MethodsReport,
     Variant,
     read_methods_report,
 )
-from midfill.system.reporting import write_json
+from midfill_lab.reporting import write_json
 
 OPTIONS = MethodsOptions(
     context=600,

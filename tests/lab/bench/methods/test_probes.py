@@ -6,7 +6,7 @@ import random
 import pytest
 
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.lab.bench.methods.probes import (
+from midfill_lab.bench.methods.probes import (
     ContextMaker,
     Haystacks,
     Probe,
@@ -20,7 +20,7 @@ from midfill.lab.bench.methods.probes import (
     shared_context_probes,
     turns_probe,
 )
-from midfill.lab.bench.methods.session import MethodSession
+from midfill_lab.bench.methods.session import MethodSession
 
 CONTEXT = random.Random(0).choices(range(10, 300), k=120)
 HALF = "snapkv:budget=0.5,window=8"

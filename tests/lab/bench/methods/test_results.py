@@ -3,8 +3,8 @@
 import pytest
 
 from midfill.errors import InvalidRequestError, MidfillError
-from midfill.lab.bench.methods.results import Variant, choose_variants, parse_budgets
 from midfill.methods.registry import METHODS, methods_of
+from midfill_lab.bench.methods.results import Variant, choose_variants, parse_budgets
 
 
 def test_every_method_there_is_gets_its_rows() -> None:

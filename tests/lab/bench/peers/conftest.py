@@ -9,13 +9,13 @@ from tiny_checkpoints import write_tiny
 from tiny_gguf import write_gguf
 
 if TYPE_CHECKING:
-    from midfill.lab.bench.peers.servers import ComparedModel
+    from midfill_lab.bench.peers.servers import ComparedModel
 
 
 @pytest.fixture(scope="session")
 def folder_model(tmp_path_factory: pytest.TempPathFactory) -> "ComparedModel":
     """A tiny model as a Hugging Face folder."""
-    from midfill.lab.bench.peers.servers import open_compared
+    from midfill_lab.bench.peers.servers import open_compared
 
     folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
     return open_compared(str(write_tiny("llama", folder, max_position_embeddings=8192)), None)
@@ -24,7 +24,7 @@ def folder_model(tmp_path_factory: pytest.TempPathFactory) -> "ComparedModel":
 @pytest.fixture(scope="session")
 def gguf_model(tmp_path_factory: pytest.TempPathFactory) -> "ComparedModel":
     """A tiny model as a GGUF file."""
-    from midfill.lab.bench.peers.servers import open_compared
+    from midfill_lab.bench.peers.servers import open_compared
 
     return open_compared(str(write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")), None)
 

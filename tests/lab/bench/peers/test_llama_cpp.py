@@ -8,8 +8,8 @@ from stand_in import Program, write_program
 from tiny_gguf import HEAD_DIM, KV_HEADS, LAYERS, write_gguf
 
 from midfill.errors import MidfillError
-from midfill.lab.bench.peers.llama_cpp import formats_for, launch_llama_cpp, parse_formats
-from midfill.lab.bench.peers.servers import ComparedModel, Launch, Missing, Room
+from midfill_lab.bench.peers.llama_cpp import formats_for, launch_llama_cpp, parse_formats
+from midfill_lab.bench.peers.servers import ComparedModel, Launch, Missing, Room
 
 ROOM = Room(threads=1, sequence=256, sequences=2)
 

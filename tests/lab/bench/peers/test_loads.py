@@ -7,15 +7,15 @@ import pytest
 from peer_reports import SMALL_LOADS
 
 from midfill.errors import MidfillError
-from midfill.lab.bench.clients import Measurement
-from midfill.lab.bench.documents import Prompts
-from midfill.lab.bench.peers.loads import (
+from midfill_lab.bench.clients import Measurement
+from midfill_lab.bench.documents import Prompts
+from midfill_lab.bench.peers.loads import (
     ALL_LAYOUTS,
     LAID_OUT,
     loads_for,
     rate_together,
 )
-from midfill.lab.bench.peers.servers import ComparedModel
+from midfill_lab.bench.peers.servers import ComparedModel
 
 
 def test_only_the_loads_that_are_asked_for(folder_model: ComparedModel) -> None:

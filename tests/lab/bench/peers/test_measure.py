@@ -10,16 +10,16 @@ from processes import is_running
 from stand_in import Program
 
 from midfill.errors import MidfillError
-from midfill.lab.bench.documents import Prompts
-from midfill.lab.bench.peers.llama_cpp import launch_llama_cpp
-from midfill.lab.bench.peers.loads import LAID_OUT, loads_for
-from midfill.lab.bench.peers.measure import (
+from midfill_lab.bench.documents import Prompts
+from midfill_lab.bench.peers.llama_cpp import launch_llama_cpp
+from midfill_lab.bench.peers.loads import LAID_OUT, loads_for
+from midfill_lab.bench.peers.measure import (
     Programs,
     compare_peers,
     reason_to_skip,
 )
-from midfill.lab.bench.peers.results import PeersOptions, PeersReport, ServerResult, figure
-from midfill.lab.bench.peers.servers import ComparedModel, Missing, Room, open_compared
+from midfill_lab.bench.peers.results import PeersOptions, PeersReport, ServerResult, figure
+from midfill_lab.bench.peers.servers import ComparedModel, Missing, Room, open_compared
 
 pytestmark = pytest.mark.usefixtures("small_roofline")
 

@@ -10,7 +10,7 @@ import pytest
 from processes import default_interrupt, wait_for
 
 from midfill.errors import MidfillError
-from midfill.lab.bench.peers.process import ServerProcess, free_port, session_processes
+from midfill_lab.bench.peers.process import ServerProcess, free_port, session_processes
 
 
 class TestProcess:
@@ -45,7 +45,7 @@ class TestProcess:
         script = (
             "import time\n"
             "from pathlib import Path\n"
-            "from midfill.lab.bench.peers.process import ServerProcess\n"
+            "from midfill_lab.bench.peers.process import ServerProcess\n"
             "from midfill.system.process import ended_by_sigterm\n"
             f"log = Path({str(tmp_path / 'log')!r})\n"
             "with ended_by_sigterm(), ServerProcess(['sleep', '60'], {}, 1, log) as process:\n"

@@ -14,14 +14,14 @@ from benchmarks.plots import plot_peers
 from benchmarks.report import markdown
 from benchmarks.tables import KINDS
 from midfill.errors import MidfillError
-from midfill.lab.bench.peers.results import (
+from midfill_lab.bench.peers.results import (
     PeersReport,
     figure,
     peers_drawn,
     read_peers,
     times_faster,
 )
-from midfill.system.reporting import write_json
+from midfill_lab.reporting import write_json
 
 
 def test_medians_with_their_spread() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from midfill.lab.bench.peers.convert import convert
-from midfill.lab.bench.peers.servers import ComparedModel
-from midfill.lab.bench.peers.vllm import default_dtypes
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.bench.peers.convert import convert
+from midfill_lab.bench.peers.servers import ComparedModel
+from midfill_lab.bench.peers.vllm import default_dtypes
 
 
 def test_vllm_is_measured_in_bfloat16_where_the_chip_multiplies_it() -> None:

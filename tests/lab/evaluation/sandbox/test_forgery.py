@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.sandbox.pool import Isolation, Limits, Program, Sandbox
+from midfill_lab.evaluation.sandbox.pool import Isolation, Limits, Program, Sandbox
 
 LIMITS = Limits(cpu_seconds=60, wall_seconds=60)
 SHORT_LIMITS = Limits(cpu_seconds=4, wall_seconds=4)

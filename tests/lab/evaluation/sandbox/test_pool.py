@@ -17,7 +17,7 @@ import pytest
 from processes import wait_for
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.sandbox.pool import Isolation, Limits, Program, Sandbox, Verdict
+from midfill_lab.evaluation.sandbox.pool import Isolation, Limits, Program, Sandbox, Verdict
 
 LIMITS = Limits(cpu_seconds=60, wall_seconds=60, memory_bytes=1 << 28, file_bytes=1 << 20)
 SHORT_LIMITS = Limits(cpu_seconds=1, wall_seconds=1.5)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.lab.evaluation.sandbox.values import (
+from midfill_lab.evaluation.sandbox.values import (
     FrameError,
     Opaque,
     decode,

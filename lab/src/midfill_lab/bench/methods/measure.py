@@ -1,0 +1,280 @@
+"""A run: every variant on the same prompts, model by model; it can be interrupted and continued."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from midfill.errors import MidfillError
+from midfill.system.machine import describe_machine
+from midfill_lab.bench.methods.probes import (
+    ContextMaker,
+    Haystacks,
+    Probe,
+    draw_lines,
+    needle_probes,
+    read_probe,
+    score_probe,
+    shared_context_probes,
+)
+from midfill_lab.bench.methods.results import (
+    FULL,
+    Cost,
+    HoleResult,
+    MethodsOptions,
+    MethodsReport,
+    ModelResult,
+    ProbeResult,
+    Variant,
+)
+from midfill_lab.bench.methods.session import Holding, MethodSession
+from midfill_lab.evaluation.metrics import is_exact_first_line
+
+_MAX_LINE_TOKENS = 48
+
+Progress = Callable[[str], None]
+
+
+def measure_methods(
+    models: Sequence[str],
+    variants: Sequence[Variant],
+    options: MethodsOptions,
+    *,
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
+    save: Callable[[MethodsReport], None] = lambda _: None,
+    earlier: MethodsReport | None = None,
+) -> MethodsReport:
+    """Measure methods.
+
+    Args:
+        models: names or paths.
+        variants: methods at budgets; full KV is measured beside them.
+        options: what is measured.
+        threads: that the models run on; None is one per core.
+        progress: called with what is being done.
+        save: called with the report so far.
+        earlier: an interrupted run's report; what it holds is not measured again.
+
+    Raises:
+        MidfillError: a model can't be loaded, or the earlier run was another.
+    """
+    if earlier is not None and earlier.options != options:
+        raise MidfillError(
+            "the earlier run can't be continued: it measured something else "
+            f"({earlier.options}, now {options}); name another --json file"
+        )
+    load = os.getloadavg()[0]
+    known = {one.model: one for one in earlier.models} if earlier is not None else {}
+    results = dict(known)
+
+    def report(finished: bool = False) -> MethodsReport:
+        return MethodsReport(
+            machine=describe_machine(),
+            load=load,
+            options=options,
+            variants=list(variants),
+            models=list(results.values()),
+            finished=finished,
+        )
+
+    for model in models:
+        progress(f"loading {model}")
+        session = MethodSession(model, threads)
+        try:
+            run = _ModelRun(session, model, variants, options, known.get(model))
+            for result in run.steps(progress):
+                results[model] = result
+                save(report())
+        finally:
+            session.close()
+    return report(finished=True)
+
+
+class _ModelRun:
+    """One model's run; ``steps`` yields the result so far after each part."""
+
+    def __init__(
+        self,
+        session: MethodSession,
+        model: str,
+        variants: Sequence[Variant],
+        options: MethodsOptions,
+        earlier: ModelResult | None,
+    ) -> None:
+        if earlier is not None and earlier.fingerprint != session.fingerprint:
+            raise MidfillError(f"the earlier run can't be continued: {model} was another model")
+        self._session = session
+        self._options = options
+        self._haystacks = Haystacks(session.encode, options.seed)
+        refused = {
+            one.specification: reason
+            for one in variants
+            if (reason := session.refusal(one.specification)) is not None
+        }
+        self._variants = [one for one in variants if one.specification not in refused]
+        found = earlier or ModelResult(model=model, fingerprint=session.fingerprint, backend="")
+        self._result = msgspec.structs.replace(
+            found, backend=session.info.backend, text=self._haystacks.source, refused=refused
+        )
+
+    @property
+    def _specifications(self) -> list[str]:
+        return [FULL, *(one.specification for one in self._variants)]
+
+    def steps(self, progress: Progress) -> Iterator[ModelResult]:
+        """Measure what is missing."""
+        yield from self._measure_probes(progress)
+        if self._session.has_sentinels:
+            yield from self._measure_holes(progress)
+        if set(self._specifications) - set(self._result.costs):
+            costs = measure_costs(
+                self._session, self._haystacks, self._options, self._variants, progress
+            )
+            self._replace(costs=costs)
+        yield self._result
+
+    def _measure_probes(self, progress: Progress) -> Iterator[ModelResult]:
+        probes = self._probes()
+        results = {one.name: one for one in self._result.probes}
+        for number, probe in enumerate(probes, 1):
+            known = results[probe.name].scores if probe.name in results else {}
+            missing = [one for one in self._specifications if one not in known]
+            if not missing:
+                continue
+            progress(f"{probe.name} ({number} of {len(probes)})")
+            full = read_probe(self._session, probe, FULL)
+            scores = {one: score_probe(self._session, probe, one, full) for one in missing}
+            merged = ProbeResult(probe.name, probe.task, probe.label, known | scores)
+            results[probe.name] = merged
+            self._replace(probes=list(results.values()))
+            yield self._result
+
+    def _measure_holes(self, progress: Progress) -> Iterator[ModelResult]:
+        options, results = self._options, {one.name: one for one in self._result.holes}
+        holes = draw_lines(self._haystacks.texts, options.holes) if options.holes else []
+        for number, hole in enumerate(holes, 1):
+            known = results.get(hole.id, HoleResult(hole.id, {}, {}))
+            missing = [one for one in self._specifications if one not in known.answers]
+            if not missing:
+                continue
+            progress(f"{hole.id} ({number} of {len(holes)})")
+            prompt = self._session.infill_prompt(hole.prefix, hole.suffix, hole.id)
+            answers = self._session.infill(prompt, missing, _MAX_LINE_TOKENS)
+            found = dict(zip(missing, answers, strict=True))
+            exact = {one: is_exact_first_line(answer, hole.hole) for one, answer in found.items()}
+            results[hole.id] = HoleResult(hole.id, known.answers | found, known.exact | exact)
+            self._replace(holes=list(results.values()))
+            yield self._result
+
+    def _probes(self) -> list[Probe]:
+        options, session = self._options, self._session
+        room = session.info.context - 64 * options.questions
+        tokens = min(options.context, room)
+        maker = ContextMaker(
+            session.tokenizer, session.encode, self._haystacks, tokens, options.questions
+        )
+        return [
+            *needle_probes(
+                session.tokenizer,
+                self._haystacks,
+                tokens=tokens,
+                depths=options.depths,
+                repeats=options.needles,
+                seed=options.seed,
+            ),
+            *shared_context_probes(maker, contexts=options.shared, seed=options.seed),
+            *self._code_probes(min(options.code_context, room - options.code_tokens)),
+        ]
+
+    def _code_probes(self, context: int) -> list[Probe]:
+        end = context + self._options.code_tokens
+        probes: list[Probe] = []
+        for number in range(len(self._haystacks.texts)):
+            tokens = self._haystacks.document(number)[:end]
+            if len(tokens) == end and len(probes) < self._options.code:
+                probes.append(
+                    Probe(f"code/{number}", "code", "", tuple(tokens), context, ((context, end),))
+                )
+        return probes
+
+    def _replace(self, **fields: object) -> None:
+        self._result = msgspec.structs.replace(self._result, **fields)
+
+
+def measure_costs(
+    session: MethodSession,
+    haystacks: Haystacks,
+    options: MethodsOptions,
+    variants: Sequence[Variant],
+    progress: Callable[[str], None],
+) -> dict[str, Cost]:
+    """Measure every variant and full KV.
+
+    Runs of full KV at both contexts precede each run of a variant: moments later the machine may
+    have other work to do.
+
+    Returns:
+        Costs by specification at the long context, full KV's among them.
+    """
+    room = session.info.context - options.decoded - 1
+    long = _prompt(session, haystacks, min(options.speed_context, room))
+    short = _prompt(session, haystacks, min(options.short_context, room))
+    for tokens in (long, short):
+        progress(f"prefill of {len(tokens)} tokens")
+        session.hold(tokens, FULL, 2, cold=False)
+    runs: dict[str, list[_Run]] = {FULL: [], **{one.specification: [] for one in variants}}
+    for _ in range(options.repeats):
+        for method, measured in runs.items():
+            progress(f"decoding at {len(long)} tokens: {method}")
+            measured.append(
+                _Run(
+                    cold=session.hold(short, method, 2, cold=True),
+                    short=session.hold(short, FULL, options.decoded, cold=False),
+                    full=session.hold(long, FULL, options.decoded, cold=False),
+                    own=session.hold(long, method, options.decoded, cold=False),
+                )
+            )
+    return {
+        method: _cost(session, method, len(long), len(short), measured)
+        for method, measured in runs.items()
+    }
+
+
+class _Run(NamedTuple):
+    """What one repeat measures of a method.
+
+    Attributes:
+        cold: of the short prompt, nothing cached.
+        short, full: full KV at the short and at the long context, decoding.
+        own: the method at the long context, decoding.
+    """
+
+    cold: Holding
+    short: Holding
+    full: Holding
+    own: Holding
+
+
+def _prompt(session: MethodSession, haystacks: Haystacks, tokens: int) -> list[int]:
+    return session.encode("".join(haystacks.lines(0, tokens + 50)))[:tokens]
+
+
+def _cost(
+    session: MethodSession, method: str, context: int, short: int, runs: Sequence[_Run]
+) -> Cost:
+    slots = runs[0].own.after_prefill
+    lists = 0 if method == FULL else session.cell_list_bytes
+    return Cost(
+        context=context,
+        short_context=short,
+        after_prefill=slots,
+        bytes=slots * (session.slot_bytes + lists),
+        tokens_per_second=median(1 / run.own.decode_seconds for run in runs),
+        times_full=[run.full.decode_seconds / run.own.decode_seconds for run in runs],
+        times_short=[run.short.decode_seconds / run.own.decode_seconds for run in runs],
+        ttft_seconds=median(run.cold.ttft_seconds for run in runs),
+        peak=max(run.cold.peak for run in runs),
+    )

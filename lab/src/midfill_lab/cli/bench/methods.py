@@ -1,0 +1,85 @@
+"""midfill bench methods: what each method of KV compression costs in quality, and what it saves."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Group
+
+from midfill.cli.options import ThreadsOption
+from midfill.cli.progress import show_steps
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import earlier_run
+from midfill_lab.reporting import publish, saver
+
+MethodsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[:OPTION=VALUE,...],...",
+        help="Methods to measure, separated by commas, such as snapkv,cake:window=16; all"
+        " there are if not set. Full KV is always measured.",
+    ),
+]
+BudgetsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Shares of the prompt that methods keep (or tokens per layer, from 1 up),"
+        " separated by commas; 0.5,0.25,0.125 if not set, with --quick 0.25."
+    ),
+]
+ModelsOption = Annotated[
+    str | None,
+    typer.Option(help="Models to measure with, separated by commas; the default model if not set."),
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Fewer and shorter prompts: under five minutes.")
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue the run in --json with the same options: measure only what it lacks,"
+        " such as a further method.",
+    ),
+]
+
+
+def methods(
+    methods: MethodsOption = None,
+    budgets: BudgetsOption = None,
+    models: ModelsOption = None,
+    quick: QuickOption = False,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    resume: ResumeOption = False,
+) -> None:
+    """Measure every method of KV compression beside full KV, on the same prompts.
+
+    Quality: needles in real source text, SCBench's shared contexts in its two modes, prediction of
+    held-out code, infilling. Costs: slots and bytes held, time to first token, decoding speed.
+    """
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+    from midfill_lab.bench.methods.measure import measure_methods
+    from midfill_lab.bench.methods.report import methods_tables
+    from midfill_lab.bench.methods.results import (
+        QUICK,
+        MethodsOptions,
+        choose_variants,
+        parse_budgets,
+        read_methods_report,
+    )
+
+    earlier = earlier_run(json, resume, read_methods_report)
+    chosen = parse_budgets(budgets or ("0.25" if quick else "0.5,0.25,0.125"))
+    variants = choose_variants(methods, chosen)
+
+    with show_steps("loading") as progress:
+        report = measure_methods(
+            [name.strip() for name in (models or DEFAULT_MODEL).split(",")],
+            variants,
+            QUICK if quick else MethodsOptions(),
+            threads=threads,
+            progress=progress,
+            save=saver(json),
+            earlier=earlier,
+        )
+    publish(report, Group(*(table.drawn() for table in methods_tables(report))), json)

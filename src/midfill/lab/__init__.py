@@ -1,1 +1,0 @@
-"""Teaching and judging models: training, evaluation, calibration of methods, benchmarks."""
