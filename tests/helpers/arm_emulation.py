@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -133,18 +133,21 @@ def _install_wheels(root: Path, pinned: list[str]) -> None:
         raise UnavailableError(f"pip failed: {lines[-1]}")
 
 
-def run_on_arm(root: Path, program: Path, *folders: Path) -> "subprocess.CompletedProcess[str]":
+def run_on_arm(
+    root: Path, program: Path, arguments: Sequence[str], *folders: Path
+) -> "subprocess.CompletedProcess[str]":
     """Run a Python program on the emulated chip.
 
     Args:
         root: see ``arm_root``.
         program: a file.
+        arguments: of the program.
         folders: from which it imports.
     """
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA_", "PYTHON"))}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (root / "site", *folders)))
     python = (root / "usr" / "bin" / "python3").resolve()
     return subprocess.run(
-        [QEMU, "-cpu", CHIP, "-L", root, python, program],
+        [QEMU, "-cpu", CHIP, "-L", root, python, program, *arguments],
         env=variables, capture_output=True, text=True, check=False,
     )  # fmt: skip

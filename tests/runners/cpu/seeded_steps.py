@@ -1,7 +1,7 @@
 """Program that runs the forward pass and the sampler on fixed inputs, for test_arm.py.
 
-Its model has a layer in each weight format. Prints JSON: digests of hidden rows and logits, and the
-tokens that are chosen.
+Its model has a layer in each weight format. Arguments: formats of KV, by name ("F16"). Prints JSON:
+digests of hidden rows and logits, and the tokens that are chosen, by format.
 """
 
 import hashlib
@@ -105,14 +105,17 @@ def answers(runner: CpuRunner) -> dict[str, object]:
 
 def main() -> None:
     model = pack_model(SeededModel())
-    runner = CpuRunner(SeededModel.config, model, KVFormat.F16, slots=300, threads=2)
-    results = layers_alone(runner) | answers(runner)
+    results, ticks = {}, 0
+    for name in sys.argv[1:]:
+        runner = CpuRunner(SeededModel.config, model, KVFormat[name], slots=300, threads=2)
+        results[name] = layers_alone(runner) | answers(runner)
+        ticks += int(runner.phase_ticks().sum())
+        runner.close()
     machine = {
         "machine": platform.machine(),
         "dot_products": has_dot_products(cpu_target.target_context),
-        "ticks": int(runner.phase_ticks().sum()),
+        "ticks": ticks,
     }
-    runner.close()
     print(json.dumps({"results": results, **machine}))
 
 
