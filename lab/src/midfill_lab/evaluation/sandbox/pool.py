@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, Self
 
-import midfill
+import midfill_lab
 from midfill.errors import MidfillError
 from midfill.system.machine import available_threads
 from midfill.system.progress import StageProgress
@@ -26,7 +26,7 @@ Isolation = Literal["namespaces", "audit-hook"]
 _GRACE_SECONDS = 30.0  # for a worker to reply after the wall time limit, on a busy machine
 
 
-_SOURCES = Path(midfill.__file__).parents[1]
+_SOURCES = Path(midfill_lab.__file__).parents[1]
 
 # The bare interpreter finds the worker, and nothing else of midfill is imported.
 _START = """
