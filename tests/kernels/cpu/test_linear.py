@@ -11,7 +11,7 @@ from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, unpa
 from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
-from midfill.kernels.cpu.tiles import even_tile_rows
+from midfill.kernels.cpu.tiles import PREFETCH, Prefetch, even_tile_rows
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
 from midfill.stored_tensor import StoredTensor
 
@@ -100,6 +100,20 @@ def test_a_row_is_the_same_in_tiles_of_any_height(kind: str) -> None:
     for height in range(1, tallest + 1):
         together = apply(weights, x, tile_rows=even_tile_rows(height))
         np.testing.assert_array_equal(together, each)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 11])
+def test_prefetches_change_no_bit(kind: str, rows: int) -> None:
+    weights = matrix(kind, 70, width(kind))
+    x = np.random.default_rng(rows).normal(size=(rows, width(kind))).astype(np.float32)
+    results = []
+    for prefetch in Prefetch:
+        tile_rows = TILE_ROWS.copy()
+        tile_rows[PREFETCH] = prefetch
+        results.append(apply(weights, x, tile_rows=tile_rows))
+    for each in results[1:]:
+        np.testing.assert_array_equal(each, results[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """Tile rows are measured once, kept, and read again; a file that makes no sense is replaced."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from midfill.kernels.cpu.clock import HEAD, PHASES, QKV
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
-from midfill.kernels.cpu.tiles import HEAD_TILES, QKV_TILES
+from midfill.kernels.cpu.tiles import HEAD_TILES, PREFETCH, QKV_TILES, Prefetch
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.amx import AmxUse
 from midfill.runners.cpu.autotune import (
@@ -26,7 +27,8 @@ from midfill.runners.cpu.packed_model import PackedModel, load_packed
 class Chip:
     """A chip on which tiles of two rows are fastest for qkv, and tall tiles for the rest.
 
-    With AMX, tiles of 48 rows on it are slow for qkv, and fast for the rest.
+    One row is fastest with prefetches into the second-level cache for qkv, and without any for the
+    rest. With AMX, tiles of 48 rows on it are slow for qkv, and fast for the rest.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,10 @@ class Chip:
     def __call__(self, tile_rows: npt.NDArray[np.uint8], rows: int) -> npt.NDArray[np.int64]:
         self.runs += 1
         ticks = np.full(len(PHASES), 1000, np.int64)
+        if rows == 1:
+            ticks[QKV] = 900 if tile_rows[QKV_TILES, PREFETCH] == Prefetch.L2 else 1000
+            ticks[HEAD] = 900 if tile_rows[HEAD_TILES, PREFETCH] == Prefetch.NONE else 1000
+            return ticks
         tallest = int(tile_rows[QKV_TILES].max())
         self.tallest = max(self.tallest, tallest)
         ticks[QKV] = 100 if tallest == 2 else 200 + tallest
@@ -71,6 +77,8 @@ def test_the_fastest_tile_rows_are_used_and_kept(model: PackedModel) -> None:
     tuned = autotune_tile_rows(model, 2, chip)
     assert tuned[QKV_TILES, 2:].max() == 2
     assert tuned[HEAD_TILES].max() == default_tile_rows(model)[HEAD_TILES].max()
+    assert tuned[QKV_TILES, PREFETCH] == Prefetch.L2
+    assert tuned[HEAD_TILES, PREFETCH] == Prefetch.NONE
     runs = chip.runs
     np.testing.assert_array_equal(autotune_tile_rows(model, 2, chip), tuned)
     assert chip.runs == runs
@@ -134,6 +142,16 @@ def test_a_file_that_makes_no_sense_is_measured_again(model: PackedModel, text: 
     runs = chip.runs
     np.testing.assert_array_equal(autotune_tile_rows(model, 2, chip), tuned)
     assert chip.runs > runs
+
+
+def test_a_file_with_an_unknown_prefetch_is_measured_again(model: PackedModel) -> None:
+    chip = Chip()
+    tuned = autotune_tile_rows(model, 2, chip)
+    (path,) = compiled_folder().glob("tiles-*")
+    spoiled = tuned.copy()
+    spoiled[QKV_TILES, PREFETCH] = 9
+    path.write_text(json.dumps({"tile_rows": spoiled.tolist()}))
+    np.testing.assert_array_equal(autotune_tile_rows(model, 2, chip), tuned)
 
 
 def test_without_a_clock_tiles_are_even(model: PackedModel) -> None:

@@ -27,7 +27,6 @@ from midfill.kernels.cpu.neon import has_dot_products
 from midfill.kernels.cpu.panel_blocks import (
     VECTORS,
     fetch_ahead,
-    fetch_next_groups,
     load_as,
     load_factor,
     weights_of_fours,
@@ -163,21 +162,15 @@ class _QuantProducts:
         layout, builder = self._layout, self._builder
         body = builder.gep(block, [integer(layout.header_bytes)])
         if layout.groups == 1:
-            self._fetch_ahead(block, ahead)
+            fetch_ahead(builder, layout, block, ahead)
             self._add_group(block, body, x_blocks)
             return
         with cgutils.for_range(builder, integer(layout.groups), intp=I64) as group:
             x_at = builder.mul(group.index, integer(ACTIVATION_BLOCK_BYTES))
             at = builder.mul(group.index, integer(layout.group_bytes))
             start = builder.gep(body, [at])
-            self._fetch_ahead(start, ahead)
+            fetch_ahead(builder, layout, start, ahead)
             self._add_group(block, start, [builder.gep(x, [x_at]) for x in x_blocks])
-
-    def _fetch_ahead(self, group: Any, ahead: Any) -> None:
-        if self._rows == 1:
-            fetch_next_groups(self._builder, self._layout, group)
-        else:
-            fetch_ahead(self._builder, self._layout, group, ahead)
 
     def _add_group(self, block: Any, group: Any, x_blocks: list[Any]) -> None:
         """Add the products of one group, part by part that has a scale of its own."""
@@ -258,7 +251,7 @@ def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
     def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute tile[rows, 32] = rows of activation blocks @ a packed panel.
 
-        A panel's first tile reads it from memory, and prefetches a few groups ahead. Later tiles
+        A panel's first tile reads it from memory, and may prefetch a few groups ahead. Later tiles
         prefetch a third of a group of the next panel per group read: memory would be idle while
         they reuse this one.
 
@@ -266,8 +259,8 @@ def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
             x: uint8, activation blocks; rows are x_stride bytes apart, from x_offset on.
             groups: of 32 inputs per row; a multiple of the format's groups per block.
             panel: uint8, the panel starts at panel_offset.
-            ahead: distance in bytes from a group to what is prefetched meanwhile; 0 for the first
-                tile, which prefetches at a distance of its own. With one row, tiles are first ones.
+            ahead: distance in bytes from a group to what is prefetched meanwhile; for the first
+                tile, which has a distance of its own, a negated ``tiles.Prefetch``.
             tile: float32, [rows, 32] at tile_offset.
         """
         x, x_offset, x_stride, groups, panel, panel_offset, ahead, tile, at = arguments

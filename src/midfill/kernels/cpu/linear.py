@@ -38,7 +38,7 @@ from midfill.kernels.cpu.simd import (
     subtract,
 )
 from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
-from midfill.kernels.cpu.tiles import MAX_TABLE_ROWS
+from midfill.kernels.cpu.tiles import MAX_TABLE_ROWS, PREFETCH
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat
 
 _F32 = int(WeightFormat.F32)
@@ -133,7 +133,7 @@ class Tiling(NamedTuple):
 @inlined_kernel
 def _multiply_panel(
     x: Activations, at: int, rows: int, weights: LinearWeights, panel: int, number: int,
-    tile: Float32Array, tile_at: int,
+    prefetch: int, tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
     """Compute tile[rows, 32] = x[rows, inputs] @ one panel.
 
@@ -143,7 +143,7 @@ def _multiply_panel(
         rows: of the tile.
         weights: all panels.
         panel: its number, counted from the first layer's first.
-        number: of the tile, see ``prefetch_distance``.
+        number, prefetch: of the tile, see ``prefetch_distance``.
         tile: float32, [rows, 32] at tile_at.
     """
     inputs, packed = weights.inputs, weights.packed
@@ -152,7 +152,7 @@ def _multiply_panel(
         multiply_f32(x.values, at, inputs, rows, packed, panel_at, tile, tile_at)
         return
     block, stride, groups = block_at(at), block_at(inputs), inputs // GROUP
-    ahead = prefetch_distance(number, groups, weight_format)
+    ahead = prefetch_distance(number, prefetch, groups, weight_format)
     multiply_quants(
         x.quants, block, stride, rows, groups, packed, panel_at, weight_format, ahead, tile,
         tile_at,
@@ -194,6 +194,7 @@ def linear(
     panels = (weights.outputs + PANEL - 1) // PANEL
     first_panel, bias_at = layer * panels, layer * weights.outputs
     products = tiling.products
+    prefetch: Any = np.int64(tiling.rows[PREFETCH])
     on_amx = False
     while True:
         claim = take_work(context.sync, 1)
@@ -208,7 +209,9 @@ def linear(
                     configure_amx()
                     on_amx = True
                 at = x_at + row * weights.inputs
-                _multiply_panel(x, at, count, weights, first_panel + panel, number, products, 0)
+                _multiply_panel(
+                    x, at, count, weights, first_panel + panel, number, prefetch, products, 0
+                )
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
                         column = panel * PANEL + lane
@@ -262,6 +265,7 @@ def gated_linear(
     panels = up.outputs // PANEL
     first_panel, bias_at = layer * panels, layer * up.outputs
     products, up_tile = tiling.products, MAX_AMX_ROWS * PANEL
+    prefetch: Any = np.int64(tiling.rows[PREFETCH])
     first_half = 0 if weights.gated else 1
     on_amx = False
     while True:
@@ -280,7 +284,7 @@ def gated_linear(
                 for half in range(first_half, 2):
                     _multiply_panel(
                         x, at, count, gate if half == 0 else up, first_panel + panel, number,
-                        products, half * up_tile,
+                        prefetch, products, half * up_tile,
                     )  # fmt: skip
                 for r in range(count):
                     target = (row + r) * up.outputs + panel * PANEL

@@ -20,6 +20,7 @@ from midfill.kernels.cpu.simd import (
     llvm_call,
     load_unaligned,
 )
+from midfill.kernels.cpu.tiles import Prefetch
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, BlockLayout
 
 VECTORS = PANEL // LANES
@@ -98,28 +99,30 @@ def fetch_ahead(builder: ir.IRBuilder, layout: BlockLayout, group: Any, ahead: A
         builder: where to.
         layout: of the panel's format.
         group: where the group starts.
-        ahead: distance in bytes from there to what a later tile prefetches; 0 for the first tile.
+        ahead: see ``dots.quantized_product``.
     """
-    is_first = builder.icmp_signed("==", ahead, integer(0))
-    with builder.if_else(is_first) as (first, later):
+    is_first = builder.icmp_signed("<=", ahead, integer(0))
+    with builder.if_else(is_first, likely=True) as (first, later):
         with first:
-            fetch_next_groups(builder, layout, group)
+            _fetch_next_groups(builder, layout, group, ahead)
         with later:
             at = builder.gep(group, [ahead])
             _fetch(builder, at, fetched_bytes(layout) // LINE, level=2)
 
 
-def fetch_next_groups(builder: ir.IRBuilder, layout: BlockLayout, group: Any) -> None:
-    """Prefetch a group's number of bytes from where a first tile will read soon.
+def _fetch_next_groups(builder: ir.IRBuilder, layout: BlockLayout, group: Any, ahead: Any) -> None:
+    """Prefetch a group's number of bytes from where a first tile will read soon, if it is to.
 
-    Lines of two planes are read in turn, and those of one plane with work in between. Chips
-    foresee that badly: without prefetches, formats with two planes come from memory half as fast
-    as it can be read. Whole bytes are read fast enough.
+    Lines of two planes are read in turn, and those of one plane with work in between, which some
+    chips foresee badly. Whole bytes are read fast enough everywhere.
     """
-    if layout.bits < 8:
-        lines = -(-layout.block_bytes // layout.groups // LINE)
-        at = builder.gep(group, [integer(_FIRST_TILE_DISTANCE)])
-        _fetch(builder, at, lines, level=1)
+    if layout.bits == 8:
+        return
+    lines = -(-layout.block_bytes // layout.groups // LINE)
+    for prefetch, level in ((Prefetch.L1, 1), (Prefetch.L2, 2)):
+        with builder.if_then(builder.icmp_signed("==", ahead, integer(-prefetch))):
+            at = builder.gep(group, [integer(_FIRST_TILE_DISTANCE)])
+            _fetch(builder, at, lines, level)
 
 
 def load_factor(

@@ -88,13 +88,18 @@ _FETCHED_BYTES = np.array([fetched_bytes(layout) for layout in LAYOUTS.values()]
 
 
 @kernel
-def prefetch_distance(number: int, groups: int, weight_format: int) -> int:
+def prefetch_distance(number: int, prefetch: int, groups: int, weight_format: int) -> int:
     """Return how many bytes ahead of a panel its tile of that number prefetches weights.
 
-    The first tile, for which this is 0, reads the panel from memory, those after it from the
-    cache. They would leave memory idle, so the three tiles after the first prefetch a third of the
-    next panel each.
+    The first tile reads the panel from memory, those after it from the cache. They would leave
+    memory idle, so the three tiles after the first prefetch a third of the next panel each.
+
+    Args:
+        number: of the tile.
+        prefetch: a ``Prefetch``; the first tile's is returned negated.
+        groups: of 32 inputs per row.
+        weight_format: of the panel.
     """
     if number == 0:
-        return 0
+        return -prefetch
     return groups * _BYTES_PER_GROUP[weight_format] + (number - 1) * _FETCHED_BYTES[weight_format]

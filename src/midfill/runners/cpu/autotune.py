@@ -1,8 +1,9 @@
 """Autotuning: the fastest tile rows for a model's matrices on this chip, measured once.
 
 Measured with the model itself: its last two layers and its head run over the same rows, with
-tiles of each height in turn. The result is kept beside the compiled kernels, so later starts only
-read it.
+tiles of each height in turn. Then the whole model runs over one row with each way to prefetch
+weights in turn: where a step reads all of them, they come from memory, as in serving. The result
+is kept beside the compiled kernels, so later starts only read it.
 
 Where AMX may be used, tiles of 16 and 48 rows run on it. They are measured like any others, matrix
 by matrix, so AMX multiplies only what it multiplies faster.
@@ -23,7 +24,15 @@ from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Int64Array, Uint8Array
 from midfill.kernels.cpu.panel_products import MAX_AMX_ROWS, MAX_QUANTIZED_ROWS
-from midfill.kernels.cpu.tiles import MATRICES, MAX_TABLE_ROWS, cheapest_tile_rows, even_tile_rows
+from midfill.kernels.cpu.tiles import (
+    DEFAULT_PREFETCH,
+    MATRICES,
+    MAX_TABLE_ROWS,
+    PREFETCH,
+    Prefetch,
+    cheapest_tile_rows,
+    even_tile_rows,
+)
 from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.runners.cpu.amx import AmxUse
 from midfill.runners.cpu.packed_model import PackedModel
@@ -38,6 +47,7 @@ AMX_MEASURED_ROWS = MAX_AMX_ROWS
 """A multiple of every height that is tried with AMX."""
 _HEIGHTS = (1, 2, 3, 4, 6, 8)
 _AMX_HEIGHTS = (AMX_ROWS, MAX_AMX_ROWS)
+_VERSION = 2  # of what is measured and kept
 _LEAST_REPEATS = 5
 _MOST_REPEATS = 15
 _SECONDS = 0.5  # after which there are no more repeats than the least
@@ -78,8 +88,8 @@ def autotune_tile_rows(
         model: its weights.
         threads: that a step runs on.
         measure: runs so many rows with some tile rows and returns the ticks of each phase; 0 where
-            the chip's counter can't be read. ``AMX_MEASURED_ROWS`` with AMX, else
-            ``MEASURED_ROWS``.
+            the chip's counter can't be read. One row runs through the whole model;
+            ``AMX_MEASURED_ROWS`` with AMX, else ``MEASURED_ROWS``, through some layers.
         amx: whether tiles on AMX are measured; where it is on, nothing is.
     """
     if amx is AmxUse.ON:
@@ -89,6 +99,7 @@ def autotune_tile_rows(
     table = _read(path, model, with_amx)
     if table is None:
         table = _measure_all(model, measure, with_amx)
+        _measure_prefetches(table, measure)
         kept = msgspec.json.encode(_Kept(table.tolist()))
         store_file(path, lambda partial: partial.write_bytes(kept))
     return table
@@ -116,6 +127,19 @@ def _measure_all(
     if not costs.all():
         return default
     return np.stack([cheapest_tile_rows(row.tolist()) for row in costs])
+
+
+def _measure_prefetches(table: TileTable, measure: Callable[[TileTable, int], Int64Array]) -> None:
+    """Choose how each matrix prefetches weights; the table's entries are replaced."""
+    tables: dict[int, TileTable] = {}
+    for prefetch in Prefetch:
+        tables[prefetch] = table.copy()
+        tables[prefetch][:, PREFETCH] = prefetch
+    ticks = _least_ticks(tables, lambda each: measure(each, 1))
+    for matrix in range(len(MATRICES)):
+        costs = {each: int(ticks[each][matrix]) for each in Prefetch}
+        costs[DEFAULT_PREFETCH] = int(costs[DEFAULT_PREFETCH] / _LEAST_GAIN)
+        table[matrix, PREFETCH] = min(costs, key=costs.__getitem__)
 
 
 def _least_ticks(
@@ -164,7 +188,7 @@ def _possible_heights(model: PackedModel, with_amx: bool) -> list[set[int]]:
 
 def _key(model: PackedModel, threads: int, with_amx: bool) -> str:
     chip = cpu_target.target_context.codegen().magic_tuple()
-    digest = hashlib.sha256(repr((chip, threads, with_amx, model.config)).encode())
+    digest = hashlib.sha256(repr((_VERSION, chip, threads, with_amx, model.config)).encode())
     for name, matrix in model.matrices.items():
         digest.update(repr((name, matrix.outputs, matrix.inputs)).encode())
         digest.update(matrix.panels[:, 1].tobytes())
@@ -178,6 +202,8 @@ def _read(path: Path, model: PackedModel, with_amx: bool) -> TileTable | None:
     except (OSError, msgspec.MsgspecError):
         return None
     if [len(row) for row in rows] != [MAX_TABLE_ROWS + 1] * len(MATRICES):
+        return None
+    if any(row[PREFETCH] not in [*Prefetch] for row in rows):
         return None
     heights, default = _possible_heights(model, with_amx), default_tile_rows(model)
     if any(

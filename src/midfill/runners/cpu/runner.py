@@ -356,7 +356,9 @@ class CpuRunner:
             self._views = {}
 
     def _time_tiles(self, tile_rows: TileTable, rows: int) -> Int64Array:
-        """Return the ticks of each phase of the last two layers and the head over some rows.
+        """Return the ticks of each phase over some rows: of the last two layers and the head.
+
+        One row runs through all layers, so that weights come from memory.
 
         The first slots are overwritten. Nobody reads them: a slot is written before it is read.
         """
@@ -369,7 +371,8 @@ class CpuRunner:
         hidden = aligned_zeros((rows, self.config.hidden), np.float32)
         layers = self.config.layers
         before = self.phase_ticks()
-        self._run(batch, hidden, Stages(False, max(0, layers - 2), layers, True))
+        first = 0 if rows == 1 else max(0, layers - 2)
+        self._run(batch, hidden, Stages(False, first, layers, True))
         ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
         return ticks
 
