@@ -16,6 +16,8 @@ const COMPOSED = 60; // milliseconds after which the editor has what an input me
 const FRESH = 250; // milliseconds for which an edit counts as caused by the last key
 
 export interface EditorOptions {
+  /** Called when all of the text was replaced or deleted, by whomever. */
+  onNewDocument: () => void;
   /** Called after an edit by the user, with the time of the key that made it. */
   onEdit: (view: EditorView, since: number) => void;
   /** Called when what was asked is of no use: the caret has moved, a character is unfinished. */
@@ -94,6 +96,7 @@ export class Editor {
   }
 
   private onUpdate(update: ViewUpdate): void {
+    if (replacesAll(update)) this.options.onNewDocument();
     if (update.transactions.some((one) => one.isUserEvent("load"))) return;
     if (update.docChanged) this.onEdit();
     else if (update.selectionSet) this.options.onMove();
@@ -115,4 +118,12 @@ export class Editor {
     this.options.onFile(file);
     return true;
   }
+}
+
+function replacesAll({ changes, startState }: ViewUpdate): boolean {
+  let all = false;
+  changes.iterChangedRanges((from, to) => {
+    all ||= from === 0 && to === startState.doc.length;
+  });
+  return all;
 }
