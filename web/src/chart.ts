@@ -9,8 +9,9 @@ export interface Moment {
   values: readonly (readonly (number | undefined)[])[];
 }
 
-export const SHOWN = 1800; // seconds
+export const SHOWN = 1800; // seconds at most
 
+const MIN_SHOWN = 300; // of a server that has just started
 const STEP = 10; // seconds that an arrow key goes
 const MAX_GAP = 25; // seconds between moments that a line connects
 const HEIGHT = 92;
@@ -22,6 +23,7 @@ export class Chart {
   private readonly legend = make("p", "legend");
   private readonly drawing = makeSvg("svg", { tabindex: 0, role: "img" });
   private readonly empty: HTMLElement;
+  private shown = MIN_SHOWN; // seconds
 
   /**
    * @param index the panel's place in the moments' values
@@ -38,7 +40,7 @@ export class Chart {
     let age: number | undefined;
     const point = (to: number | undefined) => onPoint((age = to));
     this.drawing.addEventListener("pointermove", (event) => {
-      point(SHOWN * (1 - Math.min(Math.max(event.offsetX / this.drawing.clientWidth, 0), 1)));
+      point(this.shown * (1 - Math.min(Math.max(event.offsetX / this.drawing.clientWidth, 0), 1)));
     });
     for (const leaving of ["pointerleave", "blur"]) {
       this.drawing.addEventListener(leaving, () => point(undefined));
@@ -47,7 +49,7 @@ export class Chart {
       const step = { ArrowLeft: STEP, ArrowRight: -STEP, Home: SHOWN, End: -SHOWN }[event.key];
       if (step === undefined) return;
       event.preventDefault();
-      point(Math.min(Math.max((age ?? 0) + step, 0), SHOWN));
+      point(Math.min(Math.max((age ?? 0) + step, 0), this.shown));
     });
   }
 
@@ -60,7 +62,8 @@ export class Chart {
     const most = this.panel.most ?? niceTop(max(known));
     const width = this.drawing.clientWidth;
     const end = newest?.time ?? 0;
-    const x = (time: number) => width * (1 - (end - time) / SHOWN);
+    this.shown = Math.min(Math.max(end - (moments[0]?.time ?? end), MIN_SHOWN), SHOWN);
+    const x = (time: number) => width * (1 - (end - time) / this.shown);
     const y = (value: number) => HEIGHT - (Math.min(value, most) / most) * (HEIGHT - TOP);
     const paths = lines.map(({ kind }, line) => {
       const points = moments.map((moment) => ({ time: moment.time, value: own(moment)[line] }));
@@ -72,7 +75,7 @@ export class Chart {
     this.drawing.replaceChildren(
       axis,
       ...(known.length > 0 ? [label(format(most), 0, TOP - 4)] : []),
-      ...(age === undefined ? times(width) : cross(width, age)),
+      ...(age === undefined ? times(width, this.shown) : cross(x(end - age), width, age)),
       ...paths.reverse(),
     );
     const entries = lines.map(({ name, kind }, line) => {
@@ -127,20 +130,14 @@ function niceTop(value: number): number {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value) ?? 1;
 }
 
-/** Return the times below the axis. */
-function times(width: number): SVGElement[] {
-  const minutes = SHOWN / 60;
-  return [
-    label(`${minutes} min ago`, 0, AXIS),
-    label(`${minutes / 2}`, width / 2, AXIS, "middle"),
-    label("now", width, AXIS, "end"),
-  ];
+/** Return the times below the axis, of which the first is `shown` seconds ago. */
+function times(width: number, shown: number): SVGElement[] {
+  return [label(agoOf(shown), 0, AXIS), label("now", width, AXIS, "end")];
 }
 
 /** Return a line at an age, and the age below it. */
-function cross(width: number, age: number): SVGElement[] {
-  const x = width * (1 - age / SHOWN);
-  const margin = 55; // half of the widest text
+function cross(x: number, width: number, age: number): SVGElement[] {
+  const margin = 50; // half of the widest text
   const line = makeSvg("line", { class: "cross", x1: x, x2: x, y1: TOP, y2: HEIGHT });
   return [line, label(agoOf(age), Math.min(Math.max(x, margin), width - margin), AXIS, "middle")];
 }

@@ -47,7 +47,8 @@ export class Editor {
     });
     // A text with other line breaks is as long as CodeMirror says.
     const anchor = Math.min(caret, view.state.doc.length);
-    view.dispatch({ selection: { anchor }, scrollIntoView: true });
+    const effects = EditorView.scrollIntoView(anchor, { y: "center" });
+    view.dispatch({ selection: { anchor }, effects });
   }
 
   setLanguage(language: LanguageId): void {

@@ -98,19 +98,19 @@ export const PANELS: readonly Panel[] = [
   },
   {
     title: "First token",
-    empty: "No answer began in this half hour. The time to each answer's first token will be here.",
+    empty: "No answer has begun in the time shown. The time to each answer's first token will be here.",
     format: duration,
     lines: percentiles("time_to_first_token_seconds"),
   },
   {
     title: "Gap between tokens",
-    empty: "No answer of two tokens in this half hour. The time between tokens will be here.",
+    empty: "No answer of two tokens in the time shown. The time between tokens will be here.",
     format: duration,
     lines: percentiles("inter_token_latency_seconds"),
   },
   {
     title: "Prompt tokens from the cache",
-    empty: "No prompt in this half hour. The share of each that was cached will be here.",
+    empty: "No prompt in the time shown. The share of each that was cached will be here.",
     format: percent,
     most: 1,
     lines: [
@@ -150,7 +150,7 @@ export const PANELS: readonly Panel[] = [
   },
   {
     title: "Batch, tokens per step",
-    empty: "The engine ran no step in this half hour. How many tokens its steps have will be here.",
+    empty: "The engine has run no step in the time shown. How many tokens its steps have will be here.",
     format: decimal,
     lines: [
       {

@@ -38,7 +38,7 @@ const MEANINGS = {
     anchor: "other-text",
   },
   prompt: {
-    text: "The text before the caret alone: this model has no tokens for infilling.",
+    text: "Text that the model reads as it was sent, not divided into parts.",
     anchor: "the-parts-of-a-prompt",
   },
   answer: {
