@@ -3,13 +3,16 @@
 // What is bundled is listed with its licence in licences.txt.
 
 import { build } from "esbuild";
+import { Marked } from "marked";
 import { cp, mkdir, readdir, readFile, rm, writeFile } from "node:fs/promises";
-import { dirname, join } from "node:path";
+import { basename, dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const output = process.argv[2] ?? join(here, "../src/midfill/serving/server/pages/built");
-const pages = ["playground", "dashboard"];
+const pages = ["playground", "dashboard", "planner"];
+const docs = join(here, "../docs");
+const served = { "playground.md": "/" }; // pages of the documentation that a server has itself
 
 /** Return the folders of the packages that a bundle is made of. */
 function packagesIn(inputs) {
@@ -29,6 +32,35 @@ async function licenceOf(folder) {
   return `${name} ${version} (${license})\n\n${text}\n`;
 }
 
+/**
+ * Return a page of the documentation as HTML, and the figures that it shows.
+ *
+ * A server has this page and none of those that it refers to: these are named without a link.
+ */
+async function rendered(name) {
+  const figures = [];
+  const marked = new Marked();
+  marked.use({
+    renderer: {
+      heading({ tokens, depth, text }) {
+        const id = text.toLowerCase().replace(/[^\w\s-]/g, "").replace(/\s+/g, "-");
+        return `<h${depth} id="${id}">${this.parser.parseInline(tokens)}</h${depth}>\n`;
+      },
+      link({ href, tokens }) {
+        const text = this.parser.parseInline(tokens);
+        const url = href.startsWith("https://") || href.startsWith("#") ? href : served[href];
+        return url === undefined ? text : `<a href="${url}">${text}</a>`;
+      },
+      image({ href, text }) {
+        figures.push(href);
+        return `<img src="/pages/${basename(href)}" alt="${text}">`;
+      },
+    },
+  });
+  const html = marked.parse(await readFile(join(docs, name), "utf8"));
+  return { html, figures };
+}
+
 await rm(output, { recursive: true, force: true });
 await mkdir(output, { recursive: true });
 const { metafile } = await build({
@@ -46,6 +78,10 @@ const { metafile } = await build({
 for (const file of [...pages.map((page) => `${page}.html`), "icon.svg"]) {
   await cp(join(here, "src", file), join(output, file));
 }
+const { html, figures } = await rendered("planner.md");
+const page = await readFile(join(here, "src/planner.html"), "utf8");
+await writeFile(join(output, "planner.html"), page.replace("{{text}}", () => html));
+for (const figure of figures) await cp(join(docs, figure), join(output, basename(figure)));
 const licences = await Promise.all(packagesIn(metafile.inputs).map(licenceOf));
 await writeFile(join(output, "licences.txt"), licences.join(`\n${"-".repeat(72)}\n\n`));
 for (const file of await readdir(output)) {

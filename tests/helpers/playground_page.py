@@ -22,6 +22,47 @@ OPTIONS = [
 PATIENCE = 60_000  # milliseconds; busy machines are slow
 
 
+_CONTRASTS = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const parts = colour => {  // of any notation; red, green and blue from 0 to 255, alpha to 1
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        const [red, green, blue, alpha] = canvas.getImageData(0, 0, 1, 1).data;
+        return [red, green, blue, alpha / 255];
+    };
+    const over = (above, below) => [0, 1, 2].map(
+        part => above[part] * above[3] + below[part] * (1 - above[3]));
+    const groundOf = element => {
+        if (element === null) return [255, 255, 255];
+        return over(parts(getComputedStyle(element).backgroundColor),
+            groundOf(element.parentElement));
+    };
+    const opacityOf = element => element === null ? 1
+        : getComputedStyle(element).opacity * opacityOf(element.parentElement);
+    const luminance = colour => {  // relative, of WCAG 2.2
+        const [red, green, blue] = colour.map(part => part / 255).map(
+            part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+    };
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    const found = [];
+    while (texts.nextNode()) {
+        const {data, parentElement} = texts.currentNode;
+        if (!data.trim() || !parentElement.checkVisibility()) continue;
+        const style = getComputedStyle(parentElement);
+        const ground = groundOf(parentElement);
+        const own = parts(parentElement instanceof SVGElement ? style.fill : style.color);
+        own[3] *= opacityOf(parentElement);
+        const shades = [luminance(over(own, ground)), luminance(ground)];
+        const [dark, light] = shades.sort((a, b) => a - b);
+        const name = `${parentElement.tagName}.${parentElement.getAttribute("class") ?? ""}`;
+        found.push([(light + 0.05) / (dark + 0.05), `${name}: ${data.trim()}`]);
+    }
+    return found;
+}"""
+
+
 @contextmanager
 def open_browser() -> Iterator[Any]:
     """A headless Chromium; the test that asks for it is skipped where there is none."""
@@ -32,6 +73,11 @@ def open_browser() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         yield browser
         browser.close()
+
+
+def as_edited(text: str) -> str:
+    """Return a text with its line breaks as an editor has them."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 @dataclass(frozen=True)
@@ -51,8 +97,7 @@ class Asked:
 
     @property
     def answer(self) -> str:
-        text = "".join(event["choices"][0]["text"] for event in self.events)
-        return text.replace("\r\n", "\n").replace("\r", "\n")
+        return as_edited("".join(event["choices"][0]["text"] for event in self.events))
 
     @property
     def midfill(self) -> dict[str, Any]:
@@ -95,6 +140,13 @@ class OpenedPage:
                 return
             self.page.wait_for_timeout(50)
         raise AssertionError(f"never true: {expression}")
+
+    def contrasts(self) -> list[tuple[float, str]]:
+        """The ratio of contrast of each visible text with its ground, and what it is.
+
+        Grounds are colours: images and gradients behind a text are not seen.
+        """
+        return [(ratio, text) for ratio, text in self.page.evaluate(_CONTRASTS)]
 
     def _listen(self, message: Any) -> None:
         if message.type == "error":

@@ -16,6 +16,8 @@ const COMPOSED = 60; // milliseconds after which the editor has what an input me
 const FRESH = 250; // milliseconds for which an edit counts as caused by the last key
 
 export interface EditorOptions {
+  /** Called when all of the text was replaced or deleted, by whomever. */
+  onNewDocument: () => void;
   /** Called after an edit by the user, with the time of the key that made it. */
   onEdit: (view: EditorView, since: number) => void;
   /** Called when what was asked is of no use: the caret has moved, a character is unfinished. */
@@ -45,7 +47,8 @@ export class Editor {
     });
     // A text with other line breaks is as long as CodeMirror says.
     const anchor = Math.min(caret, view.state.doc.length);
-    view.dispatch({ selection: { anchor }, scrollIntoView: true });
+    const effects = EditorView.scrollIntoView(anchor, { y: "center" });
+    view.dispatch({ selection: { anchor }, effects });
   }
 
   setLanguage(language: LanguageId): void {
@@ -94,6 +97,7 @@ export class Editor {
   }
 
   private onUpdate(update: ViewUpdate): void {
+    if (replacesAll(update)) this.options.onNewDocument();
     if (update.transactions.some((one) => one.isUserEvent("load"))) return;
     if (update.docChanged) this.onEdit();
     else if (update.selectionSet) this.options.onMove();
@@ -115,4 +119,12 @@ export class Editor {
     this.options.onFile(file);
     return true;
   }
+}
+
+function replacesAll({ changes, startState }: ViewUpdate): boolean {
+  let all = false;
+  changes.iterChangedRanges((from, to) => {
+    all ||= from === 0 && to === startState.doc.length;
+  });
+  return all;
 }

@@ -5,9 +5,9 @@
  */
 
 import { indentUnit, StreamLanguage, type StreamParser } from "@codemirror/language";
-import { cpp } from "@codemirror/legacy-modes/mode/clike";
+import { c, cpp } from "@codemirror/legacy-modes/mode/clike";
 import { go } from "@codemirror/legacy-modes/mode/go";
-import { typescript } from "@codemirror/legacy-modes/mode/javascript";
+import { javascript, typescript } from "@codemirror/legacy-modes/mode/javascript";
 import { python } from "@codemirror/legacy-modes/mode/python";
 import { rust } from "@codemirror/legacy-modes/mode/rust";
 import type { Extension } from "@codemirror/state";
@@ -31,14 +31,20 @@ export const LANGUAGES = {
   },
   javascript: {
     name: "JavaScript",
-    endings: ["js", "jsx", "mjs", "cjs", "ts", "tsx", "mts"],
+    endings: ["js", "jsx", "mjs", "cjs"],
+    extension: () => language("  ", javascript),
+  },
+  typescript: {
+    name: "TypeScript",
+    endings: ["ts", "tsx", "mts", "cts"],
     extension: () => language("  ", typescript),
   },
   go: { name: "Go", endings: ["go"], extension: () => language("\t", go) },
   rust: { name: "Rust", endings: ["rs"], extension: () => language("    ", rust) },
+  c: { name: "C", endings: ["c", "h"], extension: () => language("    ", c) },
   cpp: {
     name: "C++",
-    endings: ["c", "cc", "cpp", "cxx", "h", "hh", "hpp"],
+    endings: ["cc", "cpp", "cxx", "hh", "hpp"],
     extension: () => language("    ", cpp),
   },
   plain: { name: "Plain text", endings: [], extension: () => [indentUnit.of("  "), EditorView.lineWrapping] },

@@ -13,6 +13,8 @@ export interface Line {
 export interface Panel {
   title: string;
   format: (value: number) => string;
+  /** Why there is nothing to draw where no value is known, and what changes that. */
+  empty: string;
   /** Top of the chart, if it is known. */
   most?: number;
   lines: Line[];
@@ -78,6 +80,7 @@ export const COLUMNS: readonly Column[] = [
 export const PANELS: readonly Panel[] = [
   {
     title: "Answers",
+    empty: "No rate yet: it takes two readings, two seconds apart.",
     format: perSecond,
     lines: [
       { name: "complete", kind: "first", value: (history) => history.rate("request_success_total") },
@@ -85,6 +88,7 @@ export const PANELS: readonly Panel[] = [
   },
   {
     title: "In progress",
+    empty: "Not read yet.",
     format: count,
     lines: [
       { name: "running", kind: "first", value: (history) => history.now("num_requests_running") },
@@ -92,10 +96,21 @@ export const PANELS: readonly Panel[] = [
       { name: "in idle time", kind: "third", value: (history) => history.now("num_requests_background") },
     ],
   },
-  { title: "First token", format: duration, lines: percentiles("time_to_first_token_seconds") },
-  { title: "Gap between tokens", format: duration, lines: percentiles("inter_token_latency_seconds") },
+  {
+    title: "First token",
+    empty: "No answer has begun in the time shown. The time to each answer's first token will be here.",
+    format: duration,
+    lines: percentiles("time_to_first_token_seconds"),
+  },
+  {
+    title: "Gap between tokens",
+    empty: "No answer of two tokens in the time shown. The time between tokens will be here.",
+    format: duration,
+    lines: percentiles("inter_token_latency_seconds"),
+  },
   {
     title: "Prompt tokens from the cache",
+    empty: "No prompt in the time shown. The share of each that was cached will be here.",
     format: percent,
     most: 1,
     lines: [
@@ -108,6 +123,7 @@ export const PANELS: readonly Panel[] = [
   },
   {
     title: "KV slots",
+    empty: "Not read yet.",
     format: percent,
     most: 1,
     lines: [
@@ -125,6 +141,7 @@ export const PANELS: readonly Panel[] = [
   },
   {
     title: "Tokens",
+    empty: "No rate yet: it takes two readings, two seconds apart.",
     format: perSecond,
     lines: [
       { name: "generated", kind: "first", value: (history) => history.rate("generation_tokens_total") },
@@ -133,6 +150,7 @@ export const PANELS: readonly Panel[] = [
   },
   {
     title: "Batch, tokens per step",
+    empty: "The engine has run no step in the time shown. How many tokens its steps have will be here.",
     format: decimal,
     lines: [
       {
@@ -144,6 +162,7 @@ export const PANELS: readonly Panel[] = [
   },
   {
     title: "Engine",
+    empty: "No rate yet: it takes two readings, two seconds apart.",
     format: percent,
     most: 1,
     lines: [

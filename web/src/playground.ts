@@ -30,6 +30,7 @@ let pristine = true; // whether the text is a sample that nobody has touched
 
 const editor = new Editor(byId("editor"), {
   nonce,
+  onNewDocument: startDocument,
   onEdit: (_, since) => {
     pristine = false;
     say("file", "");
@@ -54,7 +55,15 @@ const connection = new Connection(server, {
 });
 
 function ask(since = performance.now()): void {
-  if (connection.ready) void asking.ask(editor.view, since);
+  if (editor.view.state.doc.length === 0) asking.cancel(); // nothing to go by
+  else if (connection.ready) void asking.ask(editor.view, since);
+}
+
+/** Forget what was shown of the document before. */
+function startDocument(): void {
+  asking.cancel();
+  map.clear();
+  session.startDocument();
 }
 
 function show(answered: Answered): void {
@@ -111,7 +120,6 @@ async function open(file: File): Promise<void> {
     language.value = languageOf(file.name);
     editor.load(text, 0, language.value as LanguageId);
     pristine = false;
-    asking.cancel();
     say("file", "");
     editor.view.focus();
   } catch (error) {
@@ -128,6 +136,10 @@ language.addEventListener("change", () => {
 lines.addEventListener("change", () => {
   suggest(editor.view, "");
   ask();
+});
+byId("sample").addEventListener("click", () => {
+  loadSample(language.value as LanguageId);
+  editor.view.focus();
 });
 byId("open").addEventListener("click", () => fileInput.click());
 fileInput.addEventListener("change", () => {

@@ -3,6 +3,7 @@
 import { byId, count, make, plural } from "./dom";
 import { type Block, type BlockName, blocksOf, lineStarts, type MapToken } from "./prompt_blocks";
 import type { GeneratedToken, PromptInfo } from "./server";
+import { termButton } from "./terms";
 
 /** How many lines of a block are shown: those next to where the text is joined. */
 const SHOWN_LINES: Record<BlockName, { first: number; last: number }> = {
@@ -15,6 +16,9 @@ const SHOWN_LINES: Record<BlockName, { first: number; last: number }> = {
   answer: { first: 100, last: 0 },
 };
 const MIN_FOLDED = 3; // lines; fewer are shown
+
+const NO_PROMPT = "No prompt yet. Type, or press Alt \\ to ask without typing: the prompt is shown "
+  + "here as the model reads it, token by token.";
 
 const KINDS = ["cached", "computed", "generated"] as const;
 const ORIGINS = {
@@ -42,6 +46,16 @@ export class ReuseMap {
     this.map.addEventListener("pointerleave", () => this.point(undefined));
     this.map.addEventListener("keydown", (event) => this.onKey(event));
     this.map.addEventListener("blur", () => this.point(undefined));
+    this.draw();
+  }
+
+  /** Forget the last prompt, which was of another document. */
+  clear(): void {
+    cancelAnimationFrame(this.drawing);
+    this.blocks = [];
+    this.prompt = undefined;
+    this.unfolded.clear();
+    this.draw();
   }
 
   /** Show a prompt and its answer with the next frame. */
@@ -60,9 +74,12 @@ export class ReuseMap {
     this.names = this.blocks.flatMap(({ name, sentinels, tokens }) =>
       [...sentinels, ...tokens].map(() => name),
     );
-    this.map.replaceChildren(...this.blocks.flatMap((block) => this.drawBlock(block)));
+    const isEmpty = this.blocks.length === 0;
+    const drawn = this.blocks.flatMap((block) => this.drawBlock(block));
+    this.map.replaceChildren(...(isEmpty ? [make("p", "empty", NO_PROMPT)] : drawn));
     this.strip.replaceChildren(...this.blocks.flatMap(drawStrip));
-    this.strip.setAttribute("aria-label", describe(this.tokens));
+    this.strip.setAttribute("aria-label", isEmpty ? "no prompt yet" : describe(this.tokens));
+    this.detail.hidden = isEmpty;
     for (const kind of KINDS) {
       const number = this.tokens.filter((token) => kindOf(token) === kind).length;
       byId(`count-${kind}`).textContent = count(number);
@@ -72,10 +89,11 @@ export class ReuseMap {
 
   private drawBlock(block: Block): HTMLElement[] {
     const { name, sentinels, tokens, afterCut } = block;
-    const label = make("div", "block-label", name, make("span", "block-size", count(tokens.length)));
+    const size = make("span", "block-size", count(tokens.length));
+    const label = make("div", "block-label", termButton(name), size);
     const text = make("div", "block-text", ...sentinels.map(drawSentinel), ...this.fold(block, label));
     const drawn = make("div", `block block-${name}`, label, text);
-    return afterCut ? [make("div", "cut", "cut"), drawn] : [drawn];
+    return afterCut ? [make("div", "cut", termButton("cut")), drawn] : [drawn];
   }
 
   /** Return a block's tokens, with a button in the place of lines that are left out. */
@@ -152,8 +170,10 @@ function kindOf(token: MapToken): (typeof KINDS)[number] {
 
 function drawSentinel(token: MapToken): HTMLElement {
   const span = drawToken(token);
-  span.classList.add("sentinel");
-  return span;
+  const button = termButton("sentinel", ...span.childNodes);
+  button.className = `term sentinel ${span.className}`;
+  Object.assign(button.dataset, span.dataset);
+  return button;
 }
 
 function drawToken(token: MapToken): HTMLElement {

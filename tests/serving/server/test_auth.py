@@ -91,15 +91,15 @@ def test_all_endpoints_need_a_key_but_health_and_the_playground(server: RunningS
     paths = server.get("/openapi.json").json()["paths"]
     endpoints = [(method, path) for path, methods in paths.items() for method in methods]
     assert len(endpoints) > 15
-    endpoints += [("get", path) for path in ("/openapi.json", "/dashboard")]
+    endpoints += [("get", path) for path in ("/openapi.json", "/dashboard", "/metrics/history")]
     for method, path in endpoints:
         status = server.client.request(method, server.url + path).status_code
         assert status == (200 if path in ("/health", "/readyz", "/livez") else 401), path
-    for path in ("/", "/pages/playground.js"):  # which ask for a key themselves
+    for path in ("/", "/planner", "/pages/playground.js"):  # the first asks for a key itself
         assert server.client.get(server.url + path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/dashboard", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/history", "/dashboard", "/openapi.json"])
 def test_browsers_ask_their_user_for_a_key(server: RunningServer, path: str) -> None:
     def status(scheme: str, value: bytes) -> int:
         sent = f"{scheme} ".encode() + value

@@ -128,7 +128,8 @@ def test_a_path_cant_forge_a_line(server: RunningServer) -> None:
 
 
 def test_what_monitoring_asks_is_not_logged(server: RunningServer) -> None:
-    for path in ("/health", "/metrics", "/", "/dashboard", "/pages/icon.svg"):
+    pages = ("/", "/planner", "/dashboard", "/pages/icon.svg")
+    for path in ("/health", "/metrics", "/metrics/history", *pages):
         server.client.get(server.url + path, headers=headers("routine"))
     server.client.get(f"{server.url}/pages/none", headers=headers("missing"))
     assert server.logged("missing")["status"] == 404

@@ -4,6 +4,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from doc_blocks import Block, ShellCommand
@@ -15,6 +16,7 @@ from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 pytestmark = pytest.mark.real_model
 
 SOURCE = inspect.getsource(textwrap)
+SAMPLES = sorted((Path(__file__).parents[3] / "web" / "src" / "samples").glob("*.txt"))
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,25 @@ def test_it_answers_as_the_documentation_shows(
 ) -> None:
     answered, shown = json.loads(ask(infilling, command)), json.loads(answer.text)
     assert without_volatile(answered) == without_volatile(shown)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_the_playgrounds_samples_are_answered_right(infilling: RunningServer, sample: Path) -> None:
+    """What is between a sample's marks is suggested, and sure enough to be shown by editors."""
+    prompt, missing, suffix = sample.read_text("utf-8").split("\N{CARET}")
+    for fields in ({}, {"min_confidence": "editor", "suggestion": True}):
+        answer = infilling.complete(
+            prompt=prompt,
+            suffix=suffix,
+            max_tokens=96,
+            temperature=0,
+            midfill={"lines": "block", **fields},
+        )
+        assert answer["choices"][0]["text"] == missing, fields
+
+
+def test_there_are_samples() -> None:
+    assert len(SAMPLES) >= 6
 
 
 def test_the_documentation_shows_answers() -> None:

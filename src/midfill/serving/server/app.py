@@ -1,5 +1,6 @@
 """create_app: all dialects around one served model, its health, metrics and description."""
 
+import time
 from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -156,12 +157,17 @@ def health_routes(service: ModelService) -> APIRouter:
 
 
 def metrics_routes(service: ModelService) -> APIRouter:
-    """Return the router of /metrics."""
+    """Return the router of /metrics, and of their history for the dashboard."""
     router = APIRouter()
 
     @router.get("/metrics")
     async def metrics() -> Response:
         """Answer in Prometheus' text format."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/metrics/history", include_in_schema=False)
+    async def history() -> Response:
+        """Answer what the dashboard begins with; its form is the dashboard's own."""
+        return json_response(service.history.body(time.monotonic()))
 
     return router

@@ -296,7 +296,11 @@ async def answer_until_stopped(
         loop.add_signal_handler(signal.SIGHUP, reload)
     # uvicorn raises the signal that stopped it again when it is done.
     signal.signal(signal.SIGTERM, _exit)
-    await _Server(config, service, options.drain_timeout).serve(sockets=[listener.socket])
+    recording = asyncio.create_task(service.history.keep(), name="recording metrics")
+    try:
+        await _Server(config, service, options.drain_timeout).serve(sockets=[listener.socket])
+    finally:
+        recording.cancel()
 
 
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:

@@ -7,8 +7,10 @@ What a request causes has a label for its tenant: "" without API keys, else the 
 first MAX_TENANTS tenants have a value of their own, all others share one.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -24,7 +26,7 @@ from midfill.serving.server.served_engine import ServedEngine
 MAX_TENANTS = 50  # a tenant's histograms are about two hundred time series
 OTHERS = "other"  # the tenants beyond
 
-_SECONDS = (
+SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0, 160.0, 640.0,
 )  # fmt: skip
@@ -201,7 +203,8 @@ class Metrics:
     def __init__(self, model: str, engine: ServedEngine, tenants: Sequence[str] = ("",)) -> None:
         self._registry = CollectorRegistry()
         self._labels = TenantLabels(tenants)
-        self.add(_EngineMetrics(model, engine, self._labels))
+        self._engine = _EngineMetrics(model, engine, self._labels)
+        self.add(self._engine)
         self._model = model
         self._responses = self._counter(
             "http_requests", "Requests by the HTTP status that they ended with.", "status"
@@ -237,6 +240,18 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
+    def sums(self) -> dict[tuple[str, str], float]:
+        """Return the engine's metrics, answers and latencies, each summed over its labels.
+
+        They are by name and, in a histogram, upper bound; else "".
+        """
+        sums: dict[tuple[str, str], float] = defaultdict(float)
+        latencies = (self._histograms[name].collect() for name in LATENCIES)
+        for family in chain(self._engine(), self._finished.collect(), *latencies):
+            for sample in family.samples:
+                sums[sample.name, sample.labels.get("le", "")] += sample.value
+        return sums
+
     def _new_tenant(self, label: str) -> "TenantMetrics":
         return TenantMetrics(self._histograms, self._finished, self._model, label)
 
@@ -245,24 +260,26 @@ class Metrics:
         return Counter(f"midfill:{name}", help, names, registry=self._registry)
 
 
+LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": (
         "Time from a request's arrival to its first token in seconds.",
-        _SECONDS,
+        SECONDS,
     ),
-    "inter_token_latency_seconds": ("Time between tokens in seconds.", _SECONDS),
+    "inter_token_latency_seconds": ("Time between tokens in seconds.", SECONDS),
     "e2e_request_latency_seconds": (
         "Time from a request's arrival to its last token in seconds.",
-        _SECONDS,
+        SECONDS,
     ),
-    "request_queue_time_seconds": ("Time in the queue per prompt in seconds.", _SECONDS),
+    "request_queue_time_seconds": ("Time in the queue per prompt in seconds.", SECONDS),
     "request_prefill_time_seconds": (
         "Time from the queue to the first token per prompt in seconds.",
-        _SECONDS,
+        SECONDS,
     ),
     "request_decode_time_seconds": (
         "Time from the first token to the last per prompt in seconds.",
-        _SECONDS,
+        SECONDS,
     ),
     "request_prompt_tokens": ("Prompt tokens per request.", _TOKENS),
     "request_computed_prompt_tokens": (

@@ -35,7 +35,7 @@ _SANE = re.compile(rb"[!-~]{1,128}")
 _MAX_PATH = 200  # characters of an unknown path
 
 # Asked for every few seconds, by monitoring and pages: no news while they answer.
-_ROUTINE = re.compile("/(health|livez|readyz|metrics|dashboard|pages/.*)?")
+_ROUTINE = re.compile("/(health|livez|readyz|metrics(/history)?|dashboard|planner|pages/.*)?")
 
 
 class RequestLog:

@@ -45,6 +45,7 @@ from midfill.infill.window import WindowRule
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.metrics import Metrics, memory_metrics
+from midfill.serving.server.metrics_history import MetricsHistory
 from midfill.serving.server.request import (
     Generation,
     RequestRecord,
@@ -224,6 +225,7 @@ class ModelService:
         engine: the engine that runs it.
         tokenizer: the model's tokenizer.
         metrics: the server's metrics.
+        history: what they were in the last half hour.
         max_body_bytes: maximum size of a request body.
         check_method: raises InvalidRequestError for a method that requests may not choose.
         limits: what tenants may use.
@@ -276,6 +278,7 @@ class ModelService:
         self.check_method = check_method
         self.limits = limits or RateLimits()
         self.metrics = Metrics(name, engine, tenants)
+        self.history = MetricsHistory(self.metrics.sums)
         self.metrics.add(partial(memory_metrics, prompts.memory))
         self._prompts = prompts
         self._context = prompts.context if context is None else context

@@ -1,5 +1,6 @@
 """The dashboard in Chromium, in front of a real server, or of metrics that a test makes up."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from running_server import RunningServer, start
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 UNKNOWN = "\N{EN DASH}"
+NO_HISTORY = json.dumps({"series": [], "samples": []})
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,7 @@ def test_percentiles_and_shares_are_of_what_is_new(
         ("174 ms median250 ms 95%", "50% found"),
     ]
     body = {"now": ""}
+    dashboard.page.route("**/metrics/history", lambda route: route.fulfill(body=NO_HISTORY))
     dashboard.page.route("**/metrics", lambda route: route.fulfill(body=body["now"]))
     for state, (first_token, found) in zip(states, expected, strict=True):
         body["now"] = state
@@ -105,6 +108,79 @@ def test_percentiles_and_shares_are_of_what_is_new(
                 pass
         wait_for_legend(dashboard, "First token", first_token)
         wait_for_legend(dashboard, "Prompt tokens from the cache", found)
+
+
+def recorded(samples: list[tuple[float, int, int]]) -> str:
+    """A server's history: age, prompt tokens and cached ones."""
+    names = ("kv_slots", "prefix_cache_queries_total", "prefix_cache_hits_total")
+    rows = [{"age": age, "values": [100, prompt, hits]} for age, prompt, hits in samples]
+    return json.dumps({"series": [{"name": f"midfill:{name}"} for name in names], "samples": rows})
+
+
+def test_it_opens_with_what_the_server_has_recorded(
+    opened: Callable[..., OpenedPage], server: RunningServer
+) -> None:
+    dashboard = opened(server.url)
+    page, title = dashboard.page, "Prompt tokens from the cache"
+    ages = range(1750, 0, -10)
+    states = [(age, 40 * place, 10 * place) for place, age in enumerate(ages)]
+    page.route("**/metrics/history", lambda route: route.fulfill(body=recorded(states)))
+    page.route("**/metrics", lambda route: route.fulfill(body=written({}, 40 * 175, 10 * 175)))
+    page.reload()
+    wait_for_legend(dashboard, title, "25% found")  # without any traffic since
+    chart = page.locator(".panel", has=page.locator("h2", has_text=title)).locator("svg")
+    assert page.locator(".panel svg text", has_text="29 min 10 s ago").count() == 9
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    wait_for_legend(dashboard, title, "25% found")
+    assert chart.locator("text", has_text=" min").last.text_content().startswith("14 min ")
+
+
+def test_what_was_missed_is_taken_from_the_servers_record(
+    opened: Callable[..., OpenedPage], server: RunningServer
+) -> None:
+    dashboard = opened(server.url)
+    page = dashboard.page
+    dashboard.wait_until("document.querySelector('#facts').textContent !== ''")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.removeprefix(server.url)))
+    page.route("**/metrics", lambda route: route.abort())
+    page.wait_for_selector("#notice:not([hidden])")
+    page.unroute("**/metrics")
+    with page.expect_response("**/metrics/history"):
+        pass
+    page.wait_for_selector("#notice", state="hidden")
+    with page.expect_response("**/metrics"):
+        pass
+    assert asked.count("/metrics/history") == 1
+
+
+def test_empty_panels_say_what_will_fill_them(
+    opened: Callable[..., OpenedPage], server: RunningServer
+) -> None:
+    dashboard = opened(server.url)
+    page = dashboard.page
+    page.route("**/metrics/history", lambda route: route.fulfill(body=NO_HISTORY))
+    page.route("**/metrics", lambda route: route.fulfill(body=written({}, 0, 0)))
+    page.reload()
+    dashboard.wait_until("document.querySelectorAll('.empty:not([hidden])').length === 4")
+    shown = [one.text_content() for one in page.locator(".empty").all() if one.is_visible()]
+    assert all(
+        re.fullmatch(r"(No|The engine has run no) .*\. .* will be here\.", one) for one in shown
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["/dashboard", "/planner"])
+def test_both_themes_can_be_read(
+    browser: Any, server: RunningServer, scheme: str, path: str
+) -> None:
+    page = OpenedPage(browser, server.url, path, color_scheme=scheme)
+    page.wait_until("document.querySelectorAll('#facts:not(:empty), h2').length > 0")
+    found = page.contrasts()
+    page.close()
+    assert len(found) > 30
+    assert [one for one in found if one[0] < 4.5] == []
 
 
 def test_a_server_that_restarts_is_said_in_one_line(
@@ -134,6 +210,7 @@ def test_several_tenants_are_told_apart_in_a_table(
     dashboard.wait_until("document.querySelector('#facts').textContent !== ''")
     assert dashboard.page.locator("table").count() == 0  # a server without keys has one tenant
     body = {"now": written({"key-1": 1, "key-2": 2})}
+    dashboard.page.route("**/metrics/history", lambda route: route.fulfill(body=NO_HISTORY))
     dashboard.page.route("**/metrics", lambda route: route.fulfill(body=body["now"]))
     dashboard.page.reload()
     with dashboard.page.expect_response("**/metrics"):
@@ -162,4 +239,4 @@ def test_charts_fit_and_are_read_by_keyboard(
     dashboard.page.keyboard.press("ArrowLeft")
     charts = dashboard.page.locator(".panel svg")
     assert dashboard.page.locator(".cross").count() == charts.count()
-    assert "Answers: " in charts.first.get_attribute("aria-label")
+    assert "Answers, 10 s ago: " in charts.first.get_attribute("aria-label")

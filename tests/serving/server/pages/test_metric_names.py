@@ -27,11 +27,36 @@ def test_grafanas_dashboard_asks_for_metrics_that_exist(server: RunningServer) -
     assert asked <= served
 
 
+def read(source: str) -> str:
+    """Return a source of the dashboard."""
+    return (ROOT / "web" / "src" / source).read_text("utf-8")
+
+
+def named_in(text: str) -> set[str]:
+    """Return the metrics that a source names."""
+    return set(re.findall(r'"([a-z0-9]+(?:_[a-z0-9]+){1,})"', text)) - {"model_name"}
+
+
+def with_histograms(names: set[str]) -> set[str]:
+    """Return names without their prefix, a histogram's buckets as the histogram, too."""
+    plain = {name.removeprefix("midfill:") for name in names}
+    return plain | {name.removesuffix("_bucket") for name in plain if name.endswith("_bucket")}
+
+
 def test_the_dashboard_asks_for_metrics_that_exist(server: RunningServer) -> None:
-    served = {name.removeprefix("midfill:") for name in metrics_after_an_answer(server)}
-    sources = [ROOT / "web" / "src" / name for name in ("panels.ts", "dashboard.ts")]
-    text = "".join(source.read_text("utf-8") for source in sources)
-    asked = set(re.findall(r'"([a-z0-9]+(?:_[a-z0-9]+){1,})"', text))
-    histograms = {name.removesuffix("_bucket") for name in served if name.endswith("_bucket")}
+    asked = named_in(read("panels.ts") + read("dashboard.ts"))
     assert len(asked) > 12
-    assert asked <= served | histograms | {"model_name"}
+    assert asked <= with_histograms(metrics_after_an_answer(server))
+
+
+def test_the_servers_history_has_all_that_is_drawn_and_nothing_else(
+    server: RunningServer,
+) -> None:
+    served = metrics_after_an_answer(server)
+    series = server.get("/metrics/history").json()["series"]
+    kept = {one["name"] for one in series}
+    assert kept <= served
+    drawn = named_in(read("panels.ts").partition("export const PANELS")[2])
+    drawn |= {"kv_slots"}  # which a function before them names
+    assert drawn <= with_histograms(kept)
+    assert {name.removeprefix("midfill:").removesuffix("_bucket") for name in kept} <= drawn

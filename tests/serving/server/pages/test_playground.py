@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playground_page import PlaygroundPage, open_browser
+from playground_page import PlaygroundPage, as_edited, open_browser
 from processes import lasting_port
 from running_server import RunningServer, start
 
@@ -64,7 +64,7 @@ def test_ghost_text_is_the_servers_answer_to_what_was_typed(
     after = playground.press("y")
     assert after.prefix == before.prefix + "y"
     again = server.complete(**{**after.body, "stream": False})
-    assert playground.ghost() == after.answer == again["choices"][0]["text"]
+    assert playground.ghost() == after.answer == as_edited(again["choices"][0]["text"])
 
 
 def test_the_answer_to_the_last_of_many_keys_is_shown(playground: PlaygroundPage) -> None:
@@ -209,37 +209,16 @@ def test_everything_is_reached_by_keyboard(playground: PlaygroundPage) -> None:
             break
     keyboard.press("Enter")
     assert page.locator("html").get_attribute("data-theme") == "light"
-    for control in ("open", "lines", "language"):
+    for control in ("open", "sample", "lines", "language"):
         keyboard.press("Shift+Tab")
         assert page.evaluate("document.activeElement.id") == control
 
 
-COLOURS = """() => {
-    const pixel = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-    const rgb = colour => {
-        pixel.fillStyle = colour;
-        pixel.fillRect(0, 0, 1, 1);
-        return [...pixel.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    };
-    const of = (selector, property) =>
-        rgb(getComputedStyle(document.querySelector(selector))[property]);
-    const texts = ["body", "#model", "#keys", "#total", ".ghost", ".block-label"];
-    const tokens = [".token.cached", ".token.computed", ".token.generated"];
-    const page = of("body", "backgroundColor");
-    return [
-        ...texts.map(one => [one, of(one, "color"), page]),
-        ...tokens.map(one => [one, of(one, "color"), of(one, "backgroundColor")]),
-    ];
-}"""
-
-
-def luminance(colour: list[int]) -> float:
-    """Relative luminance (WCAG 2.2)."""
-    parts = [part / 255 for part in colour]
-    red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+def assert_legible(playground: PlaygroundPage) -> None:
+    """Every text has the contrast that WCAG 2.2 asks for at level AA."""
+    found = playground.contrasts()
+    assert len(found) > 50
+    assert [one for one in found if one[0] < 4.5] == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -248,12 +227,19 @@ def test_both_themes_can_be_read(
 ) -> None:
     playground = opened(server.url, color_scheme=scheme)
     playground.wait_for_first_answer()
+    languages = playground.page.locator("#language option")
+    for language in languages.evaluate_all("all => all.map(({value}) => value).reverse()"):
+        with playground.page.expect_response("**/v1/completions"):
+            playground.page.select_option("#language", language)
+        playground.wait_until("document.querySelector('.token') !== null")
+        assert_legible(playground)
+    playground.page.locator(".cm-content").focus()
     playground.type_until("/./")
-    for name, text, ground in playground.page.evaluate(COLOURS):
-        lighter, darker = sorted((luminance(text), luminance(ground)), reverse=True)
-        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, name
+    playground.page.locator(".block-increment .block-label .term").hover()
+    playground.page.wait_for_selector(".explanation")
+    assert_legible(playground)
     ground = playground.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    is_dark = luminance([int(one) for one in re.findall(r"\d+", ground)[:3]]) < 0.2
+    is_dark = sum(int(one) for one in re.findall(r"\d+", ground)[:3]) < 3 * 64
     assert is_dark == (scheme == "dark")
 
 
@@ -320,6 +306,106 @@ def test_a_language_brings_its_sample_until_something_is_typed(playground: Playg
     playground.page.select_option("#language", "cpp")
     playground.page.locator(".cm-content").focus()
     assert playground.press("Alt+\\").document == typed.document
+
+
+def test_the_sample_can_be_had_again(playground: PlaygroundPage) -> None:
+    sample = playground.last_asked().document
+    playground.press("x")
+    with playground.page.expect_response("**/v1/completions") as answer:
+        playground.page.click("#sample")
+    answer.value.finished()
+    asked = playground.last_asked()
+    assert asked.document == sample
+    assert playground.press("y").document == f"{asked.prefix}y{asked.body['suffix']}"
+
+
+def is_cleared(playground: PlaygroundPage) -> bool:
+    """Whether the map has nothing of a document."""
+    counts = [
+        playground.page.locator(f"#count-{kind}").text_content()
+        for kind in ("cached", "computed", "generated")
+    ]
+    empty = playground.page.locator("#map .empty").count() == 1
+    assert empty == (counts == ["0"] * 3) == (playground.page.locator(".token").count() == 0)
+    return empty
+
+
+def test_the_map_is_cleared_with_the_document(playground: PlaygroundPage, tmp_path: Path) -> None:
+    playground.press("x")
+    assert not is_cleared(playground)
+    playground.page.keyboard.press("Control+a")
+    playground.page.keyboard.press("Delete")
+    playground.page.wait_for_timeout(300)  # an answer on its way would be shown by then
+    assert is_cleared(playground)
+    playground.press("x")
+    playground.wait_until("document.querySelector('.token') !== null")
+    path = tmp_path / "words.txt"
+    path.write_text("one\ntwo\n")
+    playground.page.set_input_files("#file", path)
+    playground.wait_until("document.querySelector('#map .empty') !== null")
+    assert is_cleared(playground)
+    playground.page.route("**/v1/completions", lambda route: None)  # no answer ever comes
+    playground.page.click("#sample")
+    assert is_cleared(playground)
+
+
+def test_the_headline_waits_for_ten_requests_and_leaves_out_first_ones(
+    playground: PlaygroundPage,
+) -> None:
+    total = playground.page.locator("#total")
+
+    def press(number: int) -> int:
+        """Type a letter; return what its request computed."""
+        report = playground.press("abcdefghijklmnop"[number]).midfill
+        playground.wait_until(f"document.querySelectorAll('#chart g').length === {number + 2}")
+        return report["computed_tokens"] + report["report"]["healed_tokens"]
+
+    assert total.text_content().startswith("What was saved is told after 10 more requests;")
+    computed = [press(number) for number in range(9)]
+    assert total.text_content().startswith("What was saved is told after 1 more request;")
+    computed.append(press(9))
+    assert f" 10 requests computed {sum(computed)} tokens;" in total.text_content()
+    with playground.page.expect_response("**/v1/completions"):
+        playground.page.select_option("#language", "go")
+        playground.page.click("#sample")
+    playground.wait_until("document.querySelectorAll('#chart .cold').length === 2")
+    assert f" 10 requests computed {sum(computed)} tokens;" in total.text_content()
+
+
+def test_words_say_what_they_mean_where_they_stand(
+    playground: PlaygroundPage, server: RunningServer
+) -> None:
+    page = playground.page
+    playground.insert("    " * 250)
+    explanation = page.locator("#explanation")
+    planner = server.get("/planner").text
+    for word in page.locator(".term").all():
+        word.hover()
+        explanation.wait_for()
+        link = explanation.locator("a").get_attribute("href")
+        path, _, anchor = link.partition("#")
+        assert path == "/planner"
+        assert f'id="{anchor}"' in planner
+        page.mouse.move(5, 5)
+        explanation.wait_for(state="detached")
+    words = page.locator(".term").all_text_contents()
+    assert {"suffix", "increment"} <= set(words)
+    assert "<fim_suffix>" in words
+
+
+def test_meanings_are_reached_by_keyboard(playground: PlaygroundPage) -> None:
+    page, explanation = playground.page, playground.page.locator("#explanation")
+    playground.press("x")
+    page.locator("#map").focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.classList.contains('term')")
+    explanation.wait_for()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('href')").startswith("/planner#")
+    page.wait_for_timeout(300)  # it stays while the link has the focus
+    assert explanation.count() == 1
+    page.keyboard.press("Escape")
+    assert explanation.count() == 0
 
 
 def test_what_the_server_refuses_is_said_in_one_line(playground: PlaygroundPage) -> None:

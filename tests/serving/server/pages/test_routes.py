@@ -5,7 +5,7 @@ import re
 import pytest
 from running_server import RunningServer
 
-PAGES = ["/", "/dashboard"]
+PAGES = ["/", "/dashboard", "/planner"]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -27,7 +27,16 @@ def test_a_page_may_load_only_what_the_server_sends(server: RunningServer, path:
     assert policies[0] != policies[1]  # a new nonce
     page = server.get(path).text
     assert re.findall(r"<script(?![^>]*src=)|<style| style=| on\w+=", page) == []
-    assert re.findall(r"https?://", page) == []
+    loaded = re.findall(r'src="([^"]*)"|<link[^>]* href="([^"]*)"', page)
+    assert all("".join(address).startswith("/pages/") for address in loaded)
+
+
+def test_the_page_on_the_planner_refers_to_what_a_reader_can_open(server: RunningServer) -> None:
+    page = server.get("/planner").text
+    assert '<h2 id="the-cut">' in page
+    assert "{{text}}" not in page
+    for link in re.findall(r'href="([^"]+)"', page):
+        assert link.startswith("https://arxiv.org/") or server.get(link).status_code == 200, link
 
 
 def test_files_that_have_not_changed_are_not_sent_again(server: RunningServer) -> None:

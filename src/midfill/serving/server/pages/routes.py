@@ -1,4 +1,4 @@
-"""GET /, /dashboard and the files they load. Only the dashboard, which shows metrics, needs a key.
+"""GET /, /planner, /dashboard and their files. Only the dashboard, with its metrics, needs a key.
 
 Pages may load what this server sends and nothing else. Styles that scripts insert carry a nonce,
 which is new for each response.
@@ -44,13 +44,17 @@ class BuiltFile:
 
 
 def routes() -> APIRouter:
-    """Return the router of the playground and of the pages' files."""
+    """Return the router of the playground, of what explains it, and of the pages' files."""
     router = APIRouter(include_in_schema=False)
     files = {path.name: _read(path) for path in _BUILT.iterdir() if path.suffix in _MEDIA_TYPES}
 
     @router.get("/")
     async def playground() -> Response:
         return _page(files["playground.html"])
+
+    @router.get("/planner")
+    async def planner() -> Response:
+        return _page(files["planner.html"])
 
     @router.get("/pages/{name}")
     async def file(name: str, request: Request) -> Response:
