@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from playground_page import PlaygroundPage, open_browser
 
-TEXT = "one.name != name and one.count > 0 or one.price < self.limit("
+TEXT = "top = max(point.y for point in points) + min(point.x for point"
 MEASURES = "performance.getEntriesByName('keystroke to ghost text').map(one => one.duration)"
 
 

@@ -20,10 +20,10 @@ from playground_page import PlaygroundPage, open_browser
 SIZES = {1280: 800, 800: 960}
 # Each picture types another text, so that none finds the prompts of the one before in the cache.
 TYPED = {
-    ("light", 1280): ("python", "one.n"),
-    ("dark", 1280): ("rust", "self."),
-    ("light", 800): ("go", "found["),
-    ("dark", 800): ("javascript", "this."),
+    ("light", 1280): ("python", "top = max(point.y "),
+    ("dark", 1280): ("rust", "self.top.m"),
+    ("light", 800): ("go", "largest = m"),
+    ("dark", 800): ("javascript", "max = Math.m"),
 }
 
 
