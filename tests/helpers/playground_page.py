@@ -164,9 +164,17 @@ class PlaygroundPage(OpenedPage):
         super().__init__(browser, url, "/", **context)
 
     def wait_for_first_answer(self) -> None:
-        """Wait until the page has asked about its sample."""
+        """Wait until the page has asked about its sample, and the answer's end was reported.
+
+        The page draws an answer before the browser reports that its request has ended.
+        """
         self.wait_until("document.querySelectorAll('#chart g').length === 1")
         self.wait_until("document.querySelector('.block-answer') !== null")
+        for _ in range(PATIENCE // 50):
+            if self._answered():
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError("the first answer never ended")
 
     def ghost(self) -> str:
         """The suggestion that is shown; "" if there is none."""
@@ -201,8 +209,11 @@ class PlaygroundPage(OpenedPage):
 
     def last_asked(self) -> Asked:
         """The last request that was answered to its end."""
-        asked = [one for one in self._finished if one.url.endswith("/v1/completions")]
-        return _asked(asked[-1].response())
+        return _asked(self._answered()[-1].response())
+
+    def _answered(self) -> list[Any]:
+        """The requests for a completion that were answered to their end."""
+        return [one for one in self._finished if one.url.endswith("/v1/completions")]
 
     def _shown(self, response: Any) -> Asked:
         asked = _asked(response)
