@@ -166,7 +166,7 @@ def measure_codecs(
         context=context,
         needle_texts=sum(case.is_needle for case in cases),
         raw_bytes=bench.token_bytes,
-        layout=runner.cells.layout.format,
+        layout=runner.cells.layout.dtype,
         perplexity=math.exp(fmean(exact.loss)),
         needles=fmean(exact.needles),
         prefill_seconds=1000 * bench.prefill_seconds / coded,
@@ -202,7 +202,7 @@ class _Bench:
         self._tokenizer = tokenizer
         self._heads = config.layers * config.kv_heads
         layout = runner.cells.layout
-        self.shape = KvShape(layout.format, config.layers, config.kv_heads, config.head_dim)
+        self.shape = KvShape(layout.dtype, config.layers, config.kv_heads, config.head_dim)
         self.token_bytes = self._heads * sum(layout.widths)
         self.prefill_seconds = 0.0
 

@@ -18,13 +18,13 @@ from benchmarks.report import publish
 from midfill.arrays import Float32Array
 from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.progress import show_steps
-from midfill.config import KvDtype, WeightsOption
-from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.config import KVCacheDtypeName, WeightsOption
+from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.packed_model import block_format
-from midfill.runners.cpu.runner import CpuRunner, choose_kv_format
+from midfill.runners.cpu.runner import CpuRunner, choose_kv_cache_dtype
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.system.machine import Machine, describe_machine
@@ -45,7 +45,7 @@ class Variant(msgspec.Struct, frozen=True):
     """How weights and KV are stored in memory; "auto" is what ``midfill serve`` does."""
 
     weights: WeightsOption
-    kv: KvDtype
+    kv: KVCacheDtypeName
 
 
 REFERENCE = Variant("f32", "f32")
@@ -133,7 +133,7 @@ def measure_precision(
     texts, source = _windows(checkpoint, tokens, window)
     runners = {
         each: CpuRunner.load(
-            checkpoint, slots=window, threads=threads, weights=each.weights, kv_dtype=each.kv
+            checkpoint, slots=window, threads=threads, weights=each.weights, kv_cache_dtype=each.kv
         )
         for each in (REFERENCE, *variants)
     }
@@ -163,10 +163,10 @@ def measure_precision(
 
 
 def distinct(checkpoint: Checkpoint, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
-    """Return the variants without those whose KV format an earlier one means by "auto"."""
-    found: dict[tuple[WeightsOption, KVFormat], Variant] = {}
+    """Return the variants without those whose KV cache dtype an earlier one means by "auto"."""
+    found: dict[tuple[WeightsOption, KVCacheDtype], Variant] = {}
     for each in variants:
-        kv = choose_kv_format(checkpoint, each.weights, each.kv)
+        kv = choose_kv_cache_dtype(checkpoint, each.weights, each.kv)
         found.setdefault((each.weights, kv), each)
     return tuple(found.values())
 
@@ -232,7 +232,7 @@ def _summary(checkpoint: Checkpoint, variant: Variant, rows: list[_Rows]) -> Div
     return Divergence(
         variant=variant,
         weights=block_format(checkpoint, variant.weights).name,
-        kv=choose_kv_format(checkpoint, variant.weights, variant.kv).value,
+        kv=choose_kv_cache_dtype(checkpoint, variant.weights, variant.kv).value,
         mean=float(divergence.mean()),
         median=float(np.median(divergence)),
         p99=float(np.quantile(divergence, 0.99)),

@@ -32,6 +32,17 @@ def test_generate(llm: LLM) -> None:
     assert first.answers[0].finish_reason == "length"
 
 
+def test_the_old_name_of_the_kv_cache_dtype_works_for_one_release(
+    tiny_folder: Path, llm: LLM
+) -> None:
+    options = {"threads": 1, "kv_memory": 4 * 2**20}
+    with (
+        pytest.warns(DeprecationWarning, match="kv_cache_dtype"),
+        LLM(str(tiny_folder), kv_dtype="f16", **options) as halves,
+    ):
+        assert halves.info.slots == 2 * llm.info.slots
+
+
 def test_generate_from_token_ids(llm: LLM) -> None:
     (result,) = llm.generate([[5, 6, 7]], GREEDY)
     assert result.usage.prompt_tokens == 3

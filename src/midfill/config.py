@@ -13,7 +13,11 @@ import msgspec
 
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
-KvDtype = Literal["auto", "f32", "f16", "bf16", "i8"]
+KVCacheDtypeName = Literal["auto", "f32", "f16", "bf16", "i8"]
+"""What ``--kv-cache-dtype`` asks for: the value of a ``KVCacheDtype``, or "auto".
+
+What "auto" means for a model, ``runners.cpu.runner.choose_kv_cache_dtype`` says.
+"""
 SchedulerName = Literal["sarathi-serve", "layered-prefill"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -222,7 +226,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     memory_share: float = 1.0
     kv_cache_dtype: Annotated[
-        KvDtype,
+        KVCacheDtypeName,
         Flag(
             panel="Memory",
             help="How the CPU kernels store KV: float32, float16, bfloat16 or 8-bit; with quantised"

@@ -3,13 +3,14 @@
 import itertools
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
-from midfill.config import Backend, KvDtype, ModelOptions, WeightsOption
+from midfill.config import Backend, KVCacheDtypeName, ModelOptions, WeightsOption
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineStats
@@ -59,6 +60,7 @@ class LoadOptions(TypedDict, total=False):
         threads: of the CPU; None takes all cores this process may use.
         context: maximum tokens of a prompt and its answer; None takes the model's.
         kv_memory: bytes for KV; None is sized from free memory.
+        kv_cache_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "bf16", "i8".
         speculation: draft tokens that copy from the text; never changes an answer.
         method: compresses the KV of every prompt, as in "cake:budget=256", or takes it from
             elsewhere, as in "cacheblend"; see ``midfill methods``.
@@ -70,6 +72,7 @@ class LoadOptions(TypedDict, total=False):
     threads: int | None
     context: int | None
     kv_memory: int | None
+    kv_cache_dtype: KVCacheDtypeName
     speculation: bool
     method: str
 
@@ -186,32 +189,35 @@ class LLM:
         self,
         model: str = DEFAULT_MODEL,
         *,
-        kv_dtype: KvDtype = "auto",
         adapter: str | Path | None = None,
         fim_tokens: tuple[str, str, str] | None = None,
         window: WindowRule | None = None,
         progress: Progress | None = None,
+        kv_dtype: KVCacheDtypeName | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         """Load a model; fetch it first if it is not stored yet.
 
         Args:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
-            kv_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "bf16", "i8".
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
             fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
             window: how much of a long document to show the model around the caret; None takes what
                 the model or its adapter says.
             progress: called with (stage, done, total).
+            kv_dtype: the former name of ``kv_cache_dtype``, for one release.
             options: see ``LoadOptions``.
 
         Raises:
             MidfillError: the model can't be found or loaded.
         """
+        if kv_dtype is not None:
+            message = "LLM(kv_dtype=...) is now LLM(kv_cache_dtype=...)"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            options["kv_cache_dtype"] = kv_dtype
         folder = resolve_adapter(model, None if adapter is None else str(adapter))
         loaded = ModelOptions(
-            kv_cache_dtype=kv_dtype,
             adapter=None if folder is None else str(folder),
             allow_methods=("any",),
             **options,

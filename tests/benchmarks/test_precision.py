@@ -13,7 +13,7 @@ from benchmarks.precision import (
     precision_table,
 )
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.cpu.runner import choose_kv_format
+from midfill.runners.cpu.runner import choose_kv_cache_dtype
 
 EXACT, SERVED = Variant("f32", "f32"), Variant("auto", "auto")
 EIGHT, FOUR = Variant("q8", "f32"), Variant("q4", "i8")
@@ -29,7 +29,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> PrecisionReport:
 def test_what_is_served_is_measured_once(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("llama", tmp_path))
     served, half, pairs = Variant("q8", "auto"), Variant("q8", "f16"), Variant("q8", "bf16")
-    other = pairs if choose_kv_format(checkpoint, "q8", "auto").value == "f16" else half
+    other = pairs if choose_kv_cache_dtype(checkpoint, "q8", "auto").value == "f16" else half
     assert distinct(checkpoint, (served, half, pairs, EIGHT)) == (served, other, EIGHT)
 
 

@@ -60,6 +60,6 @@ def test_a_profile_is_computed_once_and_again_if_it_is_damaged(
 
 def test_other_formats_of_kv_are_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_variant("llama", tmp_path / "llama"))
-    runner = CpuRunner.load(checkpoint, slots=64, threads=1, weights="f32", kv_dtype="i8")
+    runner = CpuRunner.load(checkpoint, slots=64, threads=1, weights="f32", kv_cache_dtype="i8")
     with pytest.raises(InvalidRequestError, match="f16 or f32, not i8"):
         open_codec("cachegen", runner, checkpoint.tokenizer, lambda: "model")

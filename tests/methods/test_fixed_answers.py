@@ -36,7 +36,7 @@ SPECIFICATIONS = {
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuRunner]:
     pytest.importorskip("torch")  # whose random numbers the weights are
     checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("t") / "llama"))
-    runner = CpuRunner.load(checkpoint, slots=2400, threads=2, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(checkpoint, slots=2400, threads=2, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 

@@ -138,7 +138,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "torch":
         yield torch_runner(checkpoint, slots=300)
         return
-    runner = CpuRunner.load(checkpoint, slots=300, threads=2, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(checkpoint, slots=300, threads=2, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 

@@ -29,7 +29,7 @@ PAIRS = {"sparse prefill": f"{SPARSE}+{EVICT}", "files apart": f"{APART}+{EVICT}
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuRunner]:
     checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("t") / "llama"))
-    runner = CpuRunner.load(checkpoint, slots=1600, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(checkpoint, slots=1600, threads=1, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 

@@ -112,9 +112,14 @@ def test_the_pool_takes_a_share_of_what_is_free_up_to_what_is_useful(tiny_folder
 def test_the_precision_of_kv_is_chosen(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(tiny_folder)
     # int8 keeps a scale (4 bytes) per 32 quants of a token and head.
-    for kv_dtype, slots in (("f32", 100), ("f16", 200), ("bf16", 200), ("i8", 100 * 128 // 36)):
+    for kv_cache_dtype, slots in (
+        ("f32", 100),
+        ("f16", 200),
+        ("bf16", 200),
+        ("i8", 100 * 128 // 36),
+    ):
         options = ModelOptions(
-            backend="cpu", threads=1, kv_memory=KV_MEMORY, kv_cache_dtype=kv_dtype
+            backend="cpu", threads=1, kv_memory=KV_MEMORY, kv_cache_dtype=kv_cache_dtype
         )  # type: ignore[arg-type]
         assert load_runner(checkpoint, options).slots == slots
 

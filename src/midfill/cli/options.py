@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.option_groups import option_of
-from midfill.config import Backend, FimTokens, KvDtype, ModelOptions, WeightsOption
+from midfill.config import Backend, FimTokens, KVCacheDtypeName, ModelOptions, WeightsOption
 from midfill.serving.options import ServeOptions, WindowSize
 
 _MODEL_HELP = (
@@ -20,7 +20,7 @@ DeviceOption = Annotated[str | None, option_of(ModelOptions, "device")]
 WeightsFormatOption = Annotated[WeightsOption, option_of(ModelOptions, "weights")]
 ThreadsOption = Annotated[int | None, option_of(ModelOptions, "threads")]
 ContextOption = Annotated[int | None, option_of(ModelOptions, "context")]
-KvDtypeOption = Annotated[KvDtype, option_of(ModelOptions, "kv_cache_dtype")]
+KVCacheDtypeOption = Annotated[KVCacheDtypeName, option_of(ModelOptions, "kv_cache_dtype")]
 AdapterOption = Annotated[str | None, option_of(ModelOptions, "adapter")]
 FimTokensOption = Annotated[FimTokens | None, option_of(ServeOptions, "fim_tokens")]
 WindowOption = Annotated[WindowSize | None, option_of(ServeOptions, "window")]

@@ -41,7 +41,7 @@ class KvIdentity:
 
     Attributes:
         model: digest of the model and of all that its KV depends on beside the tokens.
-        layout: how cells are stored, such as "f16 30x3x64": format, layers, KV heads, head_dim.
+        layout: how cells are stored, such as "f16 30x3x64": dtype, layers, KV heads, head_dim.
         variant: "" for KV as it was computed; otherwise what was done to it.
     """
 

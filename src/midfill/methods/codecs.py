@@ -56,6 +56,6 @@ def open_codec(
 
     method = make_options(CacheGen, codec, listed)
     config = runner.config
-    layout = runner.cells.layout.format
-    shape = KvShape(layout, config.layers, config.kv_heads, config.head_dim)
+    dtype = runner.cells.layout.dtype
+    shape = KvShape(dtype, config.layers, config.kv_heads, config.head_dim)
     return CacheGenCodec(method, shape, load_tables(method, shape, runner, tokenizer, name()))

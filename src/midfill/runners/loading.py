@@ -4,12 +4,17 @@ import math
 
 from midfill.config import ModelOptions
 from midfill.errors import MidfillError, OptionError
-from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.compile_ahead import compile_ahead
 from midfill.runners.cpu.packed_model import load_packed, unsupported_reason
-from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes, usual_kv_format
+from midfill.runners.cpu.runner import (
+    CpuRunner,
+    choose_kv_cache_dtype,
+    slot_bytes,
+    usual_kv_cache_dtype,
+)
 from midfill.runners.forward.runner import Runner
 from midfill.system.extras import require
 from midfill.system.machine import available_memory, has_gpu_driver
@@ -55,14 +60,14 @@ def load_runner(
         what = "--backend torch" if options.backend == "torch" else what
         require(what, ["torch"], extra="torch")
         return _load_torch(checkpoint, options, device)
-    kv_format = choose_kv_format(checkpoint, options.weights, options.kv_cache_dtype)
+    kv_cache_dtype = choose_kv_cache_dtype(checkpoint, options.weights, options.kv_cache_dtype)
     free = available_memory()
     check_kv_memory(options.kv_memory, free)
-    slots = choose_slots(config, options, free * _CPU_SHARE, slot_bytes(config, kv_format))
+    slots = choose_slots(config, options, free * _CPU_SHARE, slot_bytes(config, kv_cache_dtype))
     return CpuRunner(
         config,
         load_packed(checkpoint, options.weights, progress),
-        kv_format,
+        kv_cache_dtype,
         slots=slots,
         threads=options.threads,
         max_rows=max(options.token_budget, options.max_running),
@@ -79,8 +84,8 @@ def prepare_runner(options: ModelOptions) -> None:
     if options.backend == "torch" or options.device not in (None, "cpu") or _finds_gpu(options):
         return
     exact = options.weights == "f32" and options.kv_cache_dtype == "auto"
-    kv_format = KVFormat.F32 if exact else usual_kv_format(options.kv_cache_dtype)
-    compile_ahead(kv_format, options.threads)
+    kv_cache_dtype = KVCacheDtype.F32 if exact else usual_kv_cache_dtype(options.kv_cache_dtype)
+    compile_ahead(kv_cache_dtype, options.threads)
 
 
 def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:

@@ -76,9 +76,9 @@ def make_runner(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Ru
     checkpoint = open_checkpoint(folder)
     if request.param == "torch":
         return lambda: torch_runner(checkpoint, slots=512)
-    kv_dtype = request.param.split()[1]
+    kv_cache_dtype = request.param.split()[1]
     return lambda: CpuRunner.load(
-        checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype
+        checkpoint, slots=512, threads=1, weights="f32", kv_cache_dtype=kv_cache_dtype
     )
 
 

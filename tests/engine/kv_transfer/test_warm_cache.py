@@ -291,9 +291,9 @@ def test_nobody_waits_behind_a_disk_that_hangs(
     serve(engine)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "i8"])
 def test_loaded_kv_has_the_bits_of_computed_kv(
-    open_tier: OpenTier, tmp_path_factory: pytest.TempPathFactory, kv_dtype: str
+    open_tier: OpenTier, tmp_path_factory: pytest.TempPathFactory, kv_cache_dtype: str
 ) -> None:
     folder = write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama")
     checkpoint = open_checkpoint(folder)
@@ -301,7 +301,9 @@ def test_loaded_kv_has_the_bits_of_computed_kv(
     sampling = EngineSamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
 
     def answer() -> Answer:
-        runner = CpuRunner.load(checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype)
+        runner = CpuRunner.load(
+            checkpoint, slots=512, threads=1, weights="f32", kv_cache_dtype=kv_cache_dtype
+        )
         engine = build_engine(runner, (), warm_tier=open_tier(runner))
         answer = serve(engine, [request("a", prompt, sampling)])["a", 0]
         engine.kv_traffic.flush(60)

@@ -24,7 +24,7 @@ from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import (
     KVCache,
-    KVFormat,
+    KVCacheDtype,
     LayerKV,
     allocate_kv,
     load_entry,
@@ -85,17 +85,17 @@ def halves_read() -> list[np.ndarray]:
     return out
 
 
-def entries_written(kv_format: KVFormat) -> list[np.ndarray]:
+def entries_written(kv_cache_dtype: KVCacheDtype) -> list[np.ndarray]:
     exponents = np.arange(-30, 17).repeat(32)
     x = normal(len(exponents)) * np.float32(2.0) ** exponents.astype(np.float32)
     # Ties between halves, what no half can hold, subnormals, zeros.
     ties = np.arange(0, 1 << 15, 97, dtype=np.uint16)[: 9 * 32].view(np.float16).astype(np.float32)
     ties += np.spacing(ties.astype(np.float16)).astype(np.float32) / 2
     special = np.zeros(32, np.float32)
-    if kv_format in (KVFormat.F16, KVFormat.BF16):
+    if kv_cache_dtype in (KVCacheDtype.F16, KVCacheDtype.BF16):
         special[:6] = np.inf, -np.inf, np.nan, 65520.0, 1e-8, -0.0
     x = np.concatenate([x, ties, special])
-    entries, scales = allocate_kv(kv_format, len(x) // 32, 32)
+    entries, scales = allocate_kv(kv_cache_dtype, len(x) // 32, 32)
     for entry in range(len(x) // 32):
         write_entry(x, entry * 32, 32, entries, scales, entry)
     return [entries, scales]
@@ -197,13 +197,13 @@ def cells_with_terms(count: int) -> RaggedIndex:
     return RaggedIndex(np.arange(count, dtype=np.int32), np.array([0, count], np.int32), terms)
 
 
-def attended(kv_format: KVFormat) -> list[np.ndarray]:
+def attended(kv_cache_dtype: KVCacheDtype) -> list[np.ndarray]:
     """Attend with several heads per KV head: keys in place (1, 3 rows) and transposed (9).
 
     With slots alone, then with cells before them that have terms.
     """
     dim, slots = 96, 300
-    cache = KVCache.allocate(kv_format, slots, dim)
+    cache = KVCache.allocate(kv_cache_dtype, slots, dim)
     for entries, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
         values = normal(slots * dim)
         for slot in range(slots):
@@ -252,16 +252,16 @@ def main() -> None:
         return
     results = {
         "halves read": digest(halves_read()),
-        "halves written": digest(entries_written(KVFormat.F16)),
-        "bfloat16 written": digest(entries_written(KVFormat.BF16)),
-        "quants written": digest(entries_written(KVFormat.I8)),
+        "halves written": digest(entries_written(KVCacheDtype.F16)),
+        "bfloat16 written": digest(entries_written(KVCacheDtype.BF16)),
+        "quants written": digest(entries_written(KVCacheDtype.I8)),
         "rows quantized": digest(rows_quantized()),
         "norms": digest(rows_normed()),
         "rotary embedding": digest(heads_rotated()),
         "exponential, SiLU, GELU": digest(functions()),
         "embeddings": digest(embeddings()),
-        "attention": digest(attended(KVFormat.F16)),
-        "attention in bfloat16": digest(attended(KVFormat.BF16)),
+        "attention": digest(attended(KVCacheDtype.F16)),
+        "attention in bfloat16": digest(attended(KVCacheDtype.BF16)),
     }
     for weight_format in WeightFormat:
         results[f"products {weight_format.name}"] = digest(products(weight_format))

@@ -10,7 +10,7 @@ from naive_attention import naive_attention, uniform_ragged_index
 
 from midfill.kernels.cpu import attention, attention_metadata
 from midfill.kernels.cpu.activations import Activations
-from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, LayerKV, write_entry
+from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, LayerKV, write_entry
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
@@ -38,14 +38,14 @@ def tolerance(pool: "Pool", otherwise: float) -> float:
 
 
 class Pool:
-    """K and V of some slots, filled with noise and stored as ``kv_format``.
+    """K and V of some slots, filled with noise and stored as ``kv_cache_dtype``.
 
     ``keys`` and ``values`` [slots, heads, dim] are what the cache stands for, after rounding.
     """
 
     def __init__(
-        self, slots: int, kv_format: KVFormat = KVFormat.F32, source: "Pool | None" = None,
-        order: np.ndarray | None = None,
+        self, slots: int, kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
+        source: "Pool | None" = None, order: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(0)
         shape = (slots, KV_HEADS, DIM)
@@ -54,7 +54,7 @@ class Pool:
             for mine, other in zip(exact, source.exact, strict=True):
                 mine[: len(order)] = other[order]
         self.slots, self.exact = slots, exact
-        self.cache = KVCache.allocate(kv_format, slots * KV_HEADS, DIM)
+        self.cache = KVCache.allocate(kv_cache_dtype, slots * KV_HEADS, DIM)
         arrays = (
             (self.cache.keys, self.cache.key_scales),
             (self.cache.values, self.cache.value_scales),
@@ -158,10 +158,12 @@ def attend(
     return out
 
 
-@pytest.mark.parametrize("kv_format", [KVFormat.F32, KVFormat.BF16])
+@pytest.mark.parametrize("kv_cache_dtype", [KVCacheDtype.F32, KVCacheDtype.BF16])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 14, 120])
-def test_any_width_of_head_and_number_of_rows(kv_format: KVFormat, dim: int, rows: int) -> None:
+def test_any_width_of_head_and_number_of_rows(
+    kv_cache_dtype: KVCacheDtype, dim: int, rows: int
+) -> None:
     rng = np.random.default_rng(dim + rows)
     # Numbers that bfloat16 holds, too.
     keys, values, query = (
@@ -178,7 +180,7 @@ def test_any_width_of_head_and_number_of_rows(kv_format: KVFormat, dim: int, row
     )
     out = np.empty(rows * dim, np.float32)
     cache = KVCache(keys.reshape(-1), values.reshape(-1), none, none)
-    if kv_format is KVFormat.BF16:
+    if kv_cache_dtype is KVCacheDtype.BF16:
         stored = [(part.view(np.int32) >> 16).astype(np.int16) for part in cache[:2]]
         cache = KVCache(stored[0], stored[1], none, none)
     attention.attend(
@@ -193,7 +195,7 @@ def test_any_width_of_head_and_number_of_rows(kv_format: KVFormat, dim: int, row
     )  # fmt: skip
     weights = np.exp(query.astype(np.float64) @ keys.T.astype(np.float64) * 0.125)
     expected = weights @ values / weights.sum(axis=1, keepdims=True)
-    allowed = ROUNDED_WEIGHTS if kv_format is KVFormat.BF16 else 2e-6
+    allowed = ROUNDED_WEIGHTS if kv_cache_dtype is KVCacheDtype.BF16 else 2e-6
     np.testing.assert_allclose(out.reshape(rows, dim), expected, atol=allowed)
 
 
@@ -209,7 +211,7 @@ def pool(request: pytest.FixtureRequest) -> Pool:
 @pytest.mark.parametrize("length", [1, 15, 64, 65, 256, 257, 700])
 @pytest.mark.parametrize("window", [0, 1, 50, 300])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+@pytest.mark.parametrize("pool", list(KVCacheDtype), indirect=True)
 def test_equals_softmax_over_the_keys_a_row_may_see(
     pool: Pool, length: int, window: int, split: bool
 ) -> None:
@@ -220,7 +222,7 @@ def test_equals_softmax_over_the_keys_a_row_may_see(
 
 
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+@pytest.mark.parametrize("pool", list(KVCacheDtype), indirect=True)
 def test_the_same_bits_however_the_rows_are_cut_and_split(pool: Pool, window: int) -> None:
     slots = np.random.default_rng(1).permutation(1200)[:600]
     rows = queries(600, 2)
@@ -234,22 +236,24 @@ def test_the_same_bits_however_the_rows_are_cut_and_split(pool: Pool, window: in
             np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-@pytest.mark.parametrize("kv_format", list(KVFormat))
-def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots(kv_format: KVFormat) -> None:
-    pool = Pool(1500, kv_format)
+@pytest.mark.parametrize("kv_cache_dtype", list(KVCacheDtype))
+def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots(
+    kv_cache_dtype: KVCacheDtype,
+) -> None:
+    pool = Pool(1500, kv_cache_dtype)
     order = np.random.default_rng(3).permutation(1500)
     long, short = queries(40, 4), queries(3, 5)
     apart = [attend(pool, [(order[:500], long)]), attend(pool, [(order[500:777], short)])]
     together = attend(pool, [(order[:500], long), (order[500:777], short)])
     np.testing.assert_array_equal(together, np.concatenate(apart))
 
-    moved = Pool(1500, kv_format, pool, order[:500])
+    moved = Pool(1500, kv_cache_dtype, pool, order[:500])
     np.testing.assert_array_equal(attend(moved, [(np.arange(500), long)]), apart[0])
 
 
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+@pytest.mark.parametrize("pool", list(KVCacheDtype), indirect=True)
 def test_gathered_rows_have_the_bits_that_they_have_among_all_rows(
     pool: Pool, window: int, split: bool
 ) -> None:
@@ -263,7 +267,7 @@ def test_gathered_rows_have_the_bits_that_they_have_among_all_rows(
         np.testing.assert_array_equal(got, whole[chosen])
 
 
-@pytest.mark.parametrize("pool", [KVFormat.F16], indirect=True)
+@pytest.mark.parametrize("pool", [KVCacheDtype.F16], indirect=True)
 def test_gathered_rows_share_a_batch_with_others_and_see_cells(pool: Pool) -> None:
     rng = np.random.default_rng(15)
     index = ragged_index(pool, (30, 400), rng, terms=True)
@@ -301,7 +305,7 @@ def ragged_index(
 
 @pytest.mark.parametrize("counts", [(0, 5), (256, 255), (300, 17), (16, 600)])
 @pytest.mark.parametrize("terms", [False, True])
-@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+@pytest.mark.parametrize("pool", list(KVCacheDtype), indirect=True)
 def test_heads_see_their_own_cells_before_the_slots(
     pool: Pool, counts: tuple[int, int], terms: bool
 ) -> None:
@@ -316,7 +320,7 @@ def test_heads_see_their_own_cells_before_the_slots(
 
 
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+@pytest.mark.parametrize("pool", list(KVCacheDtype), indirect=True)
 def test_all_cells_give_the_bits_of_the_slots(pool: Pool, window: int) -> None:
     slots = np.random.default_rng(8).permutation(1200)[:600].astype(np.int32)
     rows = queries(9, 9)
@@ -327,7 +331,7 @@ def test_all_cells_give_the_bits_of_the_slots(pool: Pool, window: int) -> None:
         np.testing.assert_array_equal(got, dense)
 
 
-@pytest.mark.parametrize("pool", [KVFormat.F16], indirect=True)
+@pytest.mark.parametrize("pool", [KVCacheDtype.F16], indirect=True)
 def test_requests_with_cells_and_without_share_a_batch(pool: Pool) -> None:
     rng = np.random.default_rng(11)
     plain, two = ragged_index(pool, (30, 400), rng), ragged_index(pool, (9, 2), rng, terms=True)

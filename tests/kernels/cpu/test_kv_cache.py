@@ -10,7 +10,7 @@ import torch
 
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import (
-    KVFormat,
+    KVCacheDtype,
     allocate_kv,
     entry_bytes,
     load_entry,
@@ -34,9 +34,9 @@ def _touch(entries, first, end):  # type: ignore[no-untyped-def]
         touch_page(entries, entry * DIM, DIM)
 
 
-def round_trip(values: np.ndarray, kv_format: KVFormat) -> tuple[np.ndarray, np.ndarray]:
+def round_trip(values: np.ndarray, kv_cache_dtype: KVCacheDtype) -> tuple[np.ndarray, np.ndarray]:
     """The stored array, and what is read of it without scales."""
-    entries, scales = allocate_kv(kv_format, len(values) // DIM, DIM)
+    entries, scales = allocate_kv(kv_cache_dtype, len(values) // DIM, DIM)
     for entry in range(len(values) // DIM):
         write_entry(values, entry * DIM, DIM, entries, scales, entry)
     out = np.empty(len(values), np.float32)
@@ -50,7 +50,7 @@ def test_halves_are_rounded_to_nearest_as_numpy_does() -> None:
     values = (rng.normal(size=64_000) * 2.0 ** rng.integers(-28, 15, 64_000)).astype(np.float32)
     values[:4096] = np.arange(0x3C00, 0x4C00, dtype=np.uint16).view(np.float16)
     values[:2048] += np.spacing(values[:2048].astype(np.float16)).astype(np.float32) / 2
-    entries, out = round_trip(values, KVFormat.F16)
+    entries, out = round_trip(values, KVCacheDtype.F16)
     expected = values.astype(np.float16)
     np.testing.assert_array_equal(entries, expected.view(np.uint16))
     np.testing.assert_array_equal(out, expected.astype(np.float32))
@@ -59,7 +59,7 @@ def test_halves_are_rounded_to_nearest_as_numpy_does() -> None:
 def test_numbers_too_large_for_float16_become_its_largest() -> None:
     values = np.zeros(DIM, np.float32)
     values[:5] = 1e6, -1e6, 65519, np.inf, -np.inf
-    _, out = round_trip(values, KVFormat.F16)
+    _, out = round_trip(values, KVCacheDtype.F16)
     np.testing.assert_array_equal(out[:5], [65504, -65504, 65504, 65504, -65504])
 
 
@@ -71,7 +71,7 @@ def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
         .astype(np.uint32)
         .view(np.float32)
     )  # ties
-    entries, out = round_trip(values, KVFormat.BF16)
+    entries, out = round_trip(values, KVCacheDtype.BF16)
     expected = torch.from_numpy(values).bfloat16()
     np.testing.assert_array_equal(entries, expected.view(torch.int16).numpy())
     np.testing.assert_array_equal(out, expected.float().numpy())
@@ -80,7 +80,7 @@ def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
 def test_infinity_becomes_the_largest_bfloat16_and_nan_stays() -> None:
     values = np.zeros(DIM, np.float32)
     values[:5] = np.inf, -np.inf, 3.4e38, np.nan, -np.nan
-    _, out = round_trip(values, KVFormat.BF16)
+    _, out = round_trip(values, KVCacheDtype.BF16)
     largest = np.float32(torch.finfo(torch.bfloat16).max)
     np.testing.assert_array_equal(out[:3], [largest, -largest, largest])
     assert np.isnan(out[3:5]).all()
@@ -91,24 +91,24 @@ def test_quants_err_by_at_most_half_a_step_of_their_own_entry() -> None:
     values = rng.normal(size=(50, DIM)).astype(np.float32) * 10.0 ** rng.integers(-3, 4, (50, 1))
     values = values.astype(np.float32)
     values[7] = 0
-    entries, scales = allocate_kv(KVFormat.I8, 50, DIM)
+    entries, scales = allocate_kv(KVCacheDtype.I8, 50, DIM)
     for entry in range(50):
         write_entry(values.reshape(-1), entry * DIM, DIM, entries, scales, entry)
     back = entries.reshape(50, DIM) * scales[:, None]
     assert (np.abs(back - values) <= np.abs(values).max(axis=1, keepdims=True) / 253).all()
-    _, quants = round_trip(values.reshape(-1), KVFormat.I8)
+    _, quants = round_trip(values.reshape(-1), KVCacheDtype.I8)
     np.testing.assert_array_equal(quants.reshape(50, DIM), entries.reshape(50, DIM))
 
 
-@pytest.mark.parametrize("kv_format", list(KVFormat))
-def test_sizes_are_those_of_the_arrays(kv_format: KVFormat) -> None:
-    entries, scales = allocate_kv(kv_format, 10, DIM)
-    assert entries.nbytes + scales.nbytes == 10 * entry_bytes(kv_format, DIM)
+@pytest.mark.parametrize("kv_cache_dtype", list(KVCacheDtype))
+def test_sizes_are_those_of_the_arrays(kv_cache_dtype: KVCacheDtype) -> None:
+    entries, scales = allocate_kv(kv_cache_dtype, 10, DIM)
+    assert entries.nbytes + scales.nbytes == 10 * entry_bytes(kv_cache_dtype, DIM)
 
 
-@pytest.mark.parametrize("kv_format", KVFormat)
-def test_touched_pages_keep_what_they_hold(kv_format: KVFormat) -> None:
-    entries, _ = allocate_kv(kv_format, 1000, DIM)
+@pytest.mark.parametrize("kv_cache_dtype", KVCacheDtype)
+def test_touched_pages_keep_what_they_hold(kv_cache_dtype: KVCacheDtype) -> None:
+    entries, _ = allocate_kv(kv_cache_dtype, 1000, DIM)
     entries[:] = np.arange(len(entries)) % 101
     before = entries.copy()
     _touch(entries, 0, 1000)
@@ -133,10 +133,10 @@ def resident_pages(array: np.ndarray) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="calls mincore")
-@pytest.mark.parametrize("kv_format", KVFormat)
-def test_only_a_pages_first_entry_takes_the_page(kv_format: KVFormat) -> None:
-    pages, per_page = 2000, mmap.PAGESIZE // entry_bytes(KVFormat.F32, DIM)
-    entries, _ = allocate_kv(kv_format, pages * mmap.PAGESIZE // DIM, DIM)
+@pytest.mark.parametrize("kv_cache_dtype", KVCacheDtype)
+def test_only_a_pages_first_entry_takes_the_page(kv_cache_dtype: KVCacheDtype) -> None:
+    pages, per_page = 2000, mmap.PAGESIZE // entry_bytes(KVCacheDtype.F32, DIM)
+    entries, _ = allocate_kv(kv_cache_dtype, pages * mmap.PAGESIZE // DIM, DIM)
     _touch(entries, 1, 1)  # compiles it
     per_page *= 4 // entries.itemsize
     for page in range(pages):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.kv_cache import KVFormat, allocate_kv, write_entry
+from midfill.kernels.cpu.kv_cache import KVCacheDtype, allocate_kv, write_entry
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.pair_segments import (
     panel_words,
@@ -34,7 +34,7 @@ def rounded(numbers: np.ndarray) -> np.ndarray:
 
 def stored(dim: int, length: int) -> tuple[KVSpan, np.ndarray]:
     """A span of scattered slots, and what it holds: [length, dim]."""
-    entries, scales = allocate_kv(KVFormat.BF16, SLOTS, dim)
+    entries, scales = allocate_kv(KVCacheDtype.BF16, SLOTS, dim)
     values = normal(SLOTS, dim)
     for slot in range(SLOTS):
         write_entry(values[slot], 0, dim, entries, scales, slot)

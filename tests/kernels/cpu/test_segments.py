@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu.kv_cache import KVFormat, allocate_kv, write_entry
+from midfill.kernels.cpu.kv_cache import KVCacheDtype, allocate_kv, write_entry
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.segments import MAX_ROWS_IN_PLACE, score_segment, weigh_segment
@@ -19,9 +19,9 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def stored(kv_format: KVFormat, dim: int, length: int) -> tuple[KVSpan, np.ndarray]:
+def stored(kv_cache_dtype: KVCacheDtype, dim: int, length: int) -> tuple[KVSpan, np.ndarray]:
     """A span of scattered slots, and what it holds: [length, dim], quants without scale."""
-    entries, scales = allocate_kv(kv_format, SLOTS, dim)
+    entries, scales = allocate_kv(kv_cache_dtype, SLOTS, dim)
     values = normal(SLOTS, dim)
     for slot in range(SLOTS):
         write_entry(values[slot], 0, dim, entries, scales, slot)
@@ -57,13 +57,13 @@ def weigh(
     return sums.reshape(rows, dim)
 
 
-@pytest.mark.parametrize("kv_format", list(KVFormat))
+@pytest.mark.parametrize("kv_cache_dtype", list(KVCacheDtype))
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("length", [1, 15, 16, 33, 256])
 def test_transposed_keys_give_the_bits_that_keys_in_place_give(
-    kv_format: KVFormat, dim: int, length: int
+    kv_cache_dtype: KVCacheDtype, dim: int, length: int
 ) -> None:
-    keys, read = stored(kv_format, dim, length)
+    keys, read = stored(kv_cache_dtype, dim, length)
     queries = normal(31, dim, seed=1)
     transposed = score(queries, keys)
     np.testing.assert_allclose(
@@ -78,7 +78,7 @@ def test_transposed_keys_give_the_bits_that_keys_in_place_give(
 
 @pytest.mark.parametrize("rows", range(MAX_ROWS_IN_PLACE + 1, MAX_ROWS_IN_PLACE + 12))
 def test_any_number_of_rows_has_the_same_scores_and_sums(rows: int) -> None:
-    span, read = stored(KVFormat.F16, 64, 100)
+    span, read = stored(KVCacheDtype.F16, 64, 100)
     queries, weights = normal(rows, 64, seed=2), normal(rows, 100, seed=3)
     scores, sums = score(queries, span), weigh(weights, span, 64)
     np.testing.assert_allclose(sums, weights @ read, atol=1e-4)
@@ -89,7 +89,7 @@ def test_any_number_of_rows_has_the_same_scores_and_sums(rows: int) -> None:
 
 @pytest.mark.parametrize("limit", [-5, 1, 16, 40])
 def test_scores_are_computed_wherever_a_row_sees_a_key(limit: int) -> None:
-    keys, _ = stored(KVFormat.F16, 64, 77)
+    keys, _ = stored(KVCacheDtype.F16, 64, 77)
     queries = normal(90, 64, seed=4)
     whole, cut = score(queries, keys), score(queries, keys, 3, limit)
     for row in range(90):
@@ -97,14 +97,14 @@ def test_scores_are_computed_wherever_a_row_sees_a_key(limit: int) -> None:
         np.testing.assert_array_equal(cut[row, :end], whole[row, :end])
 
 
-@pytest.mark.parametrize("kv_format", list(KVFormat))
+@pytest.mark.parametrize("kv_cache_dtype", list(KVCacheDtype))
 @pytest.mark.parametrize("dim", [32, 64, 96, 256])
 @pytest.mark.parametrize("window", [0, 1, 20])
 @pytest.mark.parametrize("limit", [-3, 1, 50, ALL])
 def test_sums_are_of_the_values_that_a_row_sees(
-    kv_format: KVFormat, dim: int, window: int, limit: int
+    kv_cache_dtype: KVCacheDtype, dim: int, window: int, limit: int
 ) -> None:
-    values, read = stored(kv_format, dim, 90)
+    values, read = stored(kv_cache_dtype, dim, 90)
     ends = limit + np.arange(14)[:, None] // 2
     keys = np.arange(90)
     seen = (keys < ends) & ((keys >= ends - window) if window else True)

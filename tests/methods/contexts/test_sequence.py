@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner.load(checkpoint, slots=1500, threads=2, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(checkpoint, slots=1500, threads=2, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> Iterator[CpuRunner]:
     runner = CpuRunner.load(
-        open_checkpoint(folder), slots=400, threads=2, weights="f32", kv_dtype="f16"
+        open_checkpoint(folder), slots=400, threads=2, weights="f32", kv_cache_dtype="f16"
     )
     yield runner
     runner.close()
@@ -123,10 +123,10 @@ def test_what_stays_is_packed(runner: CpuRunner) -> None:
 
 def test_a_pool_that_is_too_small_for_the_prompt_serves_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
-    large = CpuRunner.load(checkpoint, slots=400, threads=1, weights="f32", kv_dtype="f16")
+    large = CpuRunner.load(checkpoint, slots=400, threads=1, weights="f32", kv_cache_dtype="f16")
     expected = alone(large, prompt())
     large.close()
-    small = CpuRunner.load(checkpoint, slots=PEAK, threads=1, weights="f32", kv_dtype="f16")
+    small = CpuRunner.load(checkpoint, slots=PEAK, threads=1, weights="f32", kv_cache_dtype="f16")
     requests = [request(f"r{number}", prompt(seed=number), PARAMS) for number in range(3)]
     answers = serve(build_engine(small, method=CASCADE), requests)
     assert same(answers["r0", 0], expected)
@@ -181,7 +181,7 @@ def test_a_method_that_fails_ends_its_own_answer_alone(runner: CpuRunner) -> Non
 
 def test_answers_end_where_the_pool_does(folder: Path) -> None:
     small = CpuRunner.load(
-        open_checkpoint(folder), slots=PEAK, threads=1, weights="f32", kv_dtype="f16"
+        open_checkpoint(folder), slots=PEAK, threads=1, weights="f32", kv_cache_dtype="f16"
     )
     params = EngineSamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     answer = serve(build_engine(small, method=CASCADE), [request("r", prompt(), params)])["r", 0]
@@ -217,7 +217,7 @@ def test_a_cached_prefix_is_read_layer_by_layer(runner: CpuRunner) -> None:
 
 def test_a_cached_prefix_is_left_alone_where_it_would_take_the_room(folder: Path) -> None:
     small = CpuRunner.load(
-        open_checkpoint(folder), slots=PEAK + 25, threads=1, weights="f32", kv_dtype="f16"
+        open_checkpoint(folder), slots=PEAK + 25, threads=1, weights="f32", kv_cache_dtype="f16"
     )
     engine = build_engine(small, method=CASCADE, methods={"none": None})
     serve(engine, [request("whole", prompt(60), PARAMS, method="none")])
@@ -297,7 +297,7 @@ def test_other_models_and_runners(tmp_path: Path, variant: str, backend: str) ->
     make: Callable[[], Runner] = (
         (lambda: torch_runner(checkpoint, slots=400))
         if backend == "torch"
-        else (lambda: CpuRunner.load(checkpoint, slots=400, threads=1, kv_dtype="i8"))
+        else (lambda: CpuRunner.load(checkpoint, slots=400, threads=1, kv_cache_dtype="i8"))
     )
     runner = make()
     requests = [request("r", prompt(), PARAMS), request("d", prompt(10), PARAMS)]

@@ -35,7 +35,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuRunner]:
     checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
-    runner = CpuRunner.load(checkpoint, slots=300, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(checkpoint, slots=300, threads=1, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 
@@ -96,7 +96,7 @@ def test_long_answers_hold_no_more_than_the_cache(
 ) -> None:
     """An answer of fifty times the cache's size."""
     checkpoint.config = dataclasses.replace(checkpoint.config, context=4096)
-    runner = CpuRunner.load(checkpoint, slots=2200, threads=1, weights="f32", kv_dtype="f16")
+    runner = CpuRunner.load(checkpoint, slots=2200, threads=1, weights="f32", kv_cache_dtype="f16")
     held: list[int] = []
 
     def look(one: Engine) -> None:

@@ -129,7 +129,7 @@ def test_what_was_used_least_recently_is_forgotten_first() -> None:
 
 def test_the_next_keystroke_finds_its_beginning_and_gets_the_same_bits(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_variant("llama", tmp_path / "llama"))
-    runner = CpuRunner.load(checkpoint, slots=600, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(checkpoint, slots=600, threads=1, weights="f32", kv_cache_dtype="f32")
     params = EngineSamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
     text = random.Random(0).choices(range(1, VOCAB), k=200)
     alone = {}

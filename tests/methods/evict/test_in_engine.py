@@ -8,6 +8,7 @@ from made_methods import small_method, whole_method
 from method_load import Alone
 from tiny_checkpoints import VOCAB, write_variant
 
+from midfill.config import KVCacheDtypeName
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.registry import methods_of
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner.load(llama, slots=400, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=400, threads=1, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 
@@ -105,14 +106,16 @@ def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str
 
 
 @each_method
-@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8"])
 def test_rounded_keys_are_compressed_too(
-    llama: Checkpoint, alone: Alone, name: str, kv_dtype: str
+    llama: Checkpoint, alone: Alone, name: str, kv_cache_dtype: KVCacheDtypeName
 ) -> None:
-    runner = CpuRunner.load(llama, slots=400, threads=1, weights="f32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    runner = CpuRunner.load(
+        llama, slots=400, threads=1, weights="f32", kv_cache_dtype=kv_cache_dtype
+    )
     one = build_engine(runner, method=small_method(name, runner.config))
     found = serve(one, [request("r", prompt(100), PARAMS)])["r", 0]
     exact = alone(name, prompt(100))
     difference = abs(found.logprobs[1].logprob - exact.logprobs[1].logprob)
-    assert difference < {"f16": 0.02, "bf16": 0.2, "i8": 0.5}[kv_dtype]
+    assert difference < {"f16": 0.02, "bf16": 0.2, "i8": 0.5}[kv_cache_dtype]
     runner.close()

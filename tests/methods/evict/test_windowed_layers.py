@@ -51,7 +51,7 @@ def runner(
     if request.param == "torch":
         yield torch_runner(checkpoint, slots=500)
         return
-    runner = CpuRunner.load(checkpoint, slots=500, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(checkpoint, slots=500, threads=1, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 

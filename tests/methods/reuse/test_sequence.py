@@ -51,7 +51,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner.load(llama, slots=900, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=900, threads=1, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 
@@ -59,7 +59,7 @@ def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
 @pytest.fixture(scope="module")
 def small_pool(llama: Checkpoint) -> Iterator[CpuRunner]:
     """Room for about two prompts, so that requests wait, are preempted and evict sources."""
-    runner = CpuRunner.load(llama, slots=330, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=330, threads=1, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 
@@ -244,7 +244,7 @@ def test_once_a_prompt_is_cached_the_next_keystroke_is_exact(runner: CpuRunner) 
 
 
 def test_a_branch_goes_with_the_exact_prefix_that_it_continues(llama: Checkpoint) -> None:
-    runner = CpuRunner.load(llama, slots=700, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=700, threads=1, weights="f32", kv_cache_dtype="f32")
     engine = after(engine_of(runner, replace(BLEND, ratio=0.0)), FIRST)
     ask(engine, JUMP)
     after(engine, *([seed, *text(330, seed)] for seed in (21, 22)))  # evicts all of it
@@ -394,7 +394,7 @@ def test_cancelled_at_any_step_it_leaves_no_slot_behind(runner: CpuRunner) -> No
 
 
 def test_a_small_pool_evicts_sources_and_still_answers(llama: Checkpoint) -> None:
-    runner = CpuRunner.load(llama, slots=300, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=300, threads=1, weights="f32", kv_cache_dtype="f32")
     engine = engine_of(runner, ALL)
     for seed in range(4):
         ask(engine, [1, *text(90, seed), 2, *BODY], "none")
@@ -485,7 +485,7 @@ def test_scored_prompts_are_computed(runner: CpuRunner) -> None:
 
 @pytest.mark.parametrize("kv", ["f16", "i8"])
 def test_other_formats_of_kv(llama: Checkpoint, kv: str) -> None:
-    runner = CpuRunner.load(llama, slots=900, threads=2, weights="f32", kv_dtype=kv)
+    runner = CpuRunner.load(llama, slots=900, threads=2, weights="f32", kv_cache_dtype=kv)
     assert same(ask(after(engine_of(runner, ALL), FIRST), JUMP), exact(runner, JUMP))
     chunked = ask(after(engine_of(runner, token_budget=16), FIRST), JUMP)
     assert same(chunked, ask(after(engine_of(runner, token_budget=512), FIRST), JUMP))
@@ -497,7 +497,7 @@ def test_windows_and_stretched_positions_on_both_runners(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     checkpoint = open_checkpoint(write_variant(name, tmp_path_factory.mktemp("tiny") / name))
-    cpu = CpuRunner.load(checkpoint, slots=900, threads=1, weights="f32", kv_dtype="f32")
+    cpu = CpuRunner.load(checkpoint, slots=900, threads=1, weights="f32", kv_cache_dtype="f32")
     assert same(ask(after(engine_of(cpu, ALL), FIRST), JUMP), exact(cpu, JUMP))
     first = ask(after(engine_of(cpu), FIRST), JUMP)
     other = ask(after(engine_of(torch_runner(checkpoint, slots=900)), FIRST), JUMP)

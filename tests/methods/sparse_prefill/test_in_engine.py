@@ -29,7 +29,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner.load(llama, slots=1400, threads=1, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=1400, threads=1, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 

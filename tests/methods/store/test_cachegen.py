@@ -103,9 +103,9 @@ def test_no_value_is_further_off_than_half_a_step(scale: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64])
-@pytest.mark.parametrize("kv_format", ["f16", "bf16", "f32"])
-def test_kv_survives_coding_as_quantising_left_it(tokens: int, kv_format: str) -> None:
-    shape = KvShape(kv_format, SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim)
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "f32"])
+def test_kv_survives_coding_as_quantising_left_it(tokens: int, kv_cache_dtype: str) -> None:
+    shape = KvShape(kv_cache_dtype, SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim)
     method = METHOD
     bins = method.layer_bins(shape.layers)
     one = codec()

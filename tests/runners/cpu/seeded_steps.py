@@ -19,7 +19,7 @@ from packed_steps import Sequence, Stepper
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.sampling.sampler import SampleRow, sample
-from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.kernels.cpu.neon import has_dot_products
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.runners.cpu.packed_model import pack_model
@@ -107,7 +107,7 @@ def main() -> None:
     model = pack_model(SeededModel())
     results, ticks = {}, 0
     for name in sys.argv[1:]:
-        runner = CpuRunner(SeededModel.config, model, KVFormat[name], slots=300, threads=2)
+        runner = CpuRunner(SeededModel.config, model, KVCacheDtype[name], slots=300, threads=2)
         results[name] = layers_alone(runner) | answers(runner)
         ticks += int(runner.phase_ticks().sum())
         runner.close()

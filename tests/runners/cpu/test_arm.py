@@ -1,7 +1,7 @@
 """On an emulated ARM chip, the forward pass and the sampler give the bits that they give here.
 
 Each format of KV has a forward pass of its own, which the emulated chip compiles in minutes, so
-only the default one is compared; ARM_KV_FORMATS="F16 BF16 I8 F32" names others.
+only the default one is compared; ARM_KV_CACHE_DTYPES="F16 BF16 I8 F32" names others.
 """
 
 import json
@@ -18,7 +18,7 @@ import midfill
 
 PROGRAM = Path(__file__).parent / "seeded_steps.py"
 SOURCES = Path(midfill.__file__).parents[1]
-FORMATS = os.environ.get("ARM_KV_FORMATS", "F16").split()
+FORMATS = os.environ.get("ARM_KV_CACHE_DTYPES", "F16").split()
 
 
 def printed(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:

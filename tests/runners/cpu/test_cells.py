@@ -8,7 +8,7 @@ import pytest
 from naive_attention import uniform_ragged_index
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.config import KvDtype
+from midfill.config import KVCacheDtypeName
 from midfill.kv.ragged import RaggedIndex, cells_of_slots
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def cpu(llama: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner.load(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype="f32")
+    runner = CpuRunner.load(llama, slots=SLOTS, threads=2, weights="f32", kv_cache_dtype="f32")
     yield runner
     runner.close()
 
@@ -119,10 +119,14 @@ def test_a_shifted_key_is_the_key_of_the_other_position(runner: Runner, shift: i
         np.testing.assert_allclose(found, other, atol=2e-6)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "i8"])
-def test_rounding_is_that_of_the_forward_pass(llama: Checkpoint, kv_dtype: KvDtype) -> None:
-    runner = CpuRunner.load(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype=kv_dtype)
-    exact = CpuRunner.load(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype="f32")
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8"])
+def test_rounding_is_that_of_the_forward_pass(
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
+) -> None:
+    runner = CpuRunner.load(
+        llama, slots=SLOTS, threads=1, weights="f32", kv_cache_dtype=kv_cache_dtype
+    )
+    exact = CpuRunner.load(llama, slots=SLOTS, threads=1, weights="f32", kv_cache_dtype="f32")
     slots = scattered(1)
     for one in (runner, exact):
         one.forward(step(ids(1), 3, slots))
@@ -176,13 +180,15 @@ def test_queries_of_observed_rows_are_kept(llama: Checkpoint, cpu: CpuRunner) ->
     np.testing.assert_allclose(found, other, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8"])
 @pytest.mark.parametrize("reach", [2, 4000], ids=["close", "far apart"])
 def test_moved_keys_are_the_naive_rotation_rounded_once(
-    llama: Checkpoint, kv_dtype: KvDtype, reach: int
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName, reach: int
 ) -> None:
     """Element by element: (a, b) turns by shift x frequency."""
-    runner = CpuRunner.load(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype=kv_dtype)
+    runner = CpuRunner.load(
+        llama, slots=SLOTS, threads=2, weights="f32", kv_cache_dtype=kv_cache_dtype
+    )
     slots = scattered(LENGTH)
     runner.forward(step(ids(LENGTH), 0, slots))
     cells = all_cells(runner, slots).reshape(-1)
@@ -195,7 +201,7 @@ def test_moved_keys_are_the_naive_rotation_rounded_once(
     angles = 1e-6 * reach  # which are float32
     largest = np.abs(expected).max()
     rounding = {"f32": 1e-5, "f16": 2e-3, "bf16": largest / 128, "i8": 1.01 * largest / 127}[
-        kv_dtype
+        kv_cache_dtype
     ]
     np.testing.assert_allclose(moved, runner.cells.read(cells)[0], atol=rounding + angles)
     np.testing.assert_array_equal(same, values)

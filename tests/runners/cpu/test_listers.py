@@ -9,7 +9,7 @@ from packed_steps import Sequence, Stepper
 from sparse_planners import MadePlanner, everything, scattered, with_planners
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.config import KvDtype
+from midfill.config import KVCacheDtypeName
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
@@ -32,8 +32,12 @@ def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
     runner.close()
 
 
-def cpu_runner(checkpoint: Checkpoint, kv_dtype: KvDtype = "f32", threads: int = 2) -> CpuRunner:
-    return CpuRunner.load(checkpoint, slots=1500, threads=threads, weights="f32", kv_dtype=kv_dtype)
+def cpu_runner(
+    checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtypeName = "f32", threads: int = 2
+) -> CpuRunner:
+    return CpuRunner.load(
+        checkpoint, slots=1500, threads=threads, weights="f32", kv_cache_dtype=kv_cache_dtype
+    )
 
 
 def text(length: int, seed: int = 0) -> Sequence:
@@ -50,11 +54,11 @@ def prefill(runner: Runner, planner: MadePlanner | None, rows: int = ROWS) -> np
     return runner.forward(batch).copy()
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8"])
 def test_lists_of_everything_give_the_bits_of_dense_attention(
-    llama: Checkpoint, kv_dtype: KvDtype
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
 ) -> None:
-    runner = cpu_runner(llama, kv_dtype)
+    runner = cpu_runner(llama, kv_cache_dtype)
     planner = MadePlanner(everything)
     assert np.array_equal(prefill(runner, planner), prefill(runner, None))
     assert len(planner.lists) == runner.config.layers
@@ -93,15 +97,15 @@ def look(probe: LayerProbe) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40, 64, 200])
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8"])
 def test_a_planner_sees_the_same_in_both_runners(
-    llama: Checkpoint, rows: int, kv_dtype: KvDtype
+    llama: Checkpoint, rows: int, kv_cache_dtype: KVCacheDtypeName
 ) -> None:
-    runner = cpu_runner(llama, kv_dtype)
+    runner = cpu_runner(llama, kv_cache_dtype)
     planners = [MadePlanner(look=look), MadePlanner(look=look)]
     prefill(runner, planners[0], rows)
     prefill(torch_runner(llama, slots=1500), planners[1], rows)
-    tolerance = {"f32": 1e-4, "f16": 5e-3, "bf16": 0.05, "i8": 0.2}[kv_dtype]
+    tolerance = {"f32": 1e-4, "f16": 5e-3, "bf16": 0.05, "i8": 0.2}[kv_cache_dtype]
     for found, expected in zip(planners[0].seen, planners[1].seen, strict=True):
         for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
             np.testing.assert_allclose(one, other, atol=tolerance)

@@ -29,7 +29,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="module", params=[("f32", 1), ("f16", 2), ("bf16", 2), ("i8", 2)])
 def cpu(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
     kv, threads = request.param
-    runner = CpuRunner.load(checkpoint, slots=500, threads=threads, weights="f32", kv_dtype=kv)
+    runner = CpuRunner.load(
+        checkpoint, slots=500, threads=threads, weights="f32", kv_cache_dtype=kv
+    )
     yield runner
     runner.close()
 
@@ -66,7 +68,7 @@ def logits(runner: Runner, group: Tempered | None, parts: list[int]) -> np.ndarr
 def test_the_cpu_kernels_agree_with_torch(cpu: CpuRunner, checkpoint: Checkpoint) -> None:
     expected = logits(torch_runner(checkpoint, slots=500), TEMPERED, [ROWS])
     found = logits(cpu, TEMPERED, [ROWS])
-    tolerance = {"f32": 1e-3, "f16": 0.02, "bf16": 0.16, "i8": 0.6}[cpu.kv_format.value]
+    tolerance = {"f32": 1e-3, "f16": 0.02, "bf16": 0.16, "i8": 0.6}[cpu.kv_cache_dtype.value]
     np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0.0)
 
 
@@ -104,7 +106,7 @@ def test_without_temperature_and_scale_it_is_one_softmax(
     runner: Runner = cpu if backend == "cpu" else torch_runner(checkpoint, slots=500)
     neutral, dense = (logits(runner, group, [ROWS]) for group in ((260, 1.0, 1.0), None))
     # Rounded KV of later layers can turn out differently for a rounding of 1e-6 before.
-    kv = "f32" if backend == "torch" else cpu.kv_format.value
+    kv = "f32" if backend == "torch" else cpu.kv_cache_dtype.value
     tolerance = {"f32": 1e-4, "f16": 0.01, "bf16": 0.1, "i8": 0.3}[kv]
     np.testing.assert_allclose(neutral, dense, atol=tolerance, rtol=0.0)
     near = logits(runner, (260, 1.0001, 1.0), [ROWS])

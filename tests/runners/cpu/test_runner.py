@@ -12,14 +12,14 @@ from ggml_blocks import with_bad_scale
 from requantized_checkpoint import RequantizedCheckpoint
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_tiny, write_variant
 
-from midfill.config import KvDtype
+from midfill.config import KVCacheDtypeName
 from midfill.errors import CheckpointError
-from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu import runner as cpu_runner
 from midfill.runners.cpu.packed_model import load_packed
-from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes
+from midfill.runners.cpu.runner import CpuRunner, choose_kv_cache_dtype, slot_bytes
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.stored_tensor import StoredTensor
@@ -228,14 +228,14 @@ def test_threads_do_not_change_a_bit(llama: Checkpoint) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8"])
 def test_rounded_kv_keeps_the_same_bits_however_computed(
-    llama: Checkpoint, kv_dtype: KvDtype
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
 ) -> None:
     ids = token_ids(150, seed=8)
     expected = None
     for threads in (1, 3):
-        runner = CpuRunner.load(llama, slots=SLOTS, threads=threads, kv_dtype=kv_dtype)
+        runner = CpuRunner.load(llama, slots=SLOTS, threads=threads, kv_cache_dtype=kv_cache_dtype)
         for cuts in ([], [1, 2, 7, 70, 71, 149]):
             got = run(runner, ids, scattered(threads), cuts)
             expected = got if expected is None else expected
@@ -243,25 +243,31 @@ def test_rounded_kv_keeps_the_same_bits_however_computed(
         runner.close()
 
 
-@pytest.mark.parametrize(("kv_dtype", "allowed"), [("f16", 1e-6), ("bf16", 1e-4), ("i8", 1e-3)])
-def test_rounded_kv_stays_close(llama: Checkpoint, kv_dtype: KvDtype, allowed: float) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "allowed"), [("f16", 1e-6), ("bf16", 1e-4), ("i8", 1e-3)]
+)
+def test_rounded_kv_stays_close(
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName, allowed: float
+) -> None:
     ids = token_ids(50, seed=9)
     exact = CpuRunner.load(llama, slots=SLOTS, threads=1)
-    rounded = CpuRunner.load(llama, slots=SLOTS, threads=1, kv_dtype=kv_dtype)
-    assert exact.kv_format == KVFormat.F32
+    rounded = CpuRunner.load(llama, slots=SLOTS, threads=1, kv_cache_dtype=kv_cache_dtype)
+    assert exact.kv_cache_dtype == KVCacheDtype.F32
     a, b = (run(r, ids, scattered(), []) for r in (exact, rounded))
     assert 0 < divergence(a, b) < allowed
-    assert rounded.kv_bytes == SLOTS * slot_bytes(llama.config, KVFormat(kv_dtype))
+    assert rounded.kv_bytes == SLOTS * slot_bytes(llama.config, KVCacheDtype(kv_cache_dtype))
 
 
-@pytest.mark.parametrize(("multiplied", "rounded"), [(True, KVFormat.BF16), (False, KVFormat.F16)])
+@pytest.mark.parametrize(
+    ("multiplied", "rounded"), [(True, KVCacheDtype.BF16), (False, KVCacheDtype.F16)]
+)
 def test_kv_is_rounded_by_default_where_weights_are(
-    llama: Checkpoint, multiplied: bool, rounded: KVFormat, monkeypatch: pytest.MonkeyPatch
+    llama: Checkpoint, multiplied: bool, rounded: KVCacheDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_runner, "multiplies_bfloat16", lambda: multiplied)
-    assert choose_kv_format(llama, "auto", "auto") == KVFormat.F32
-    assert choose_kv_format(llama, "q4", "auto") == rounded
-    assert choose_kv_format(llama, "q4", "f32") == KVFormat.F32
+    assert choose_kv_cache_dtype(llama, "auto", "auto") == KVCacheDtype.F32
+    assert choose_kv_cache_dtype(llama, "q4", "auto") == rounded
+    assert choose_kv_cache_dtype(llama, "q4", "f32") == KVCacheDtype.F32
 
 
 @pytest.mark.parametrize(("weights", "allowed"), [("q8", 0.02), ("q4", 1.0)])
@@ -276,7 +282,7 @@ def test_quantised_weights_stay_close(llama: Checkpoint, weights: str, allowed: 
 
 def test_memory_is_stated_in_bytes(llama: Checkpoint) -> None:
     runner = CpuRunner.load(llama, slots=100, threads=1)
-    assert runner.kv_bytes == 100 * slot_bytes(llama.config, KVFormat.F32)
+    assert runner.kv_bytes == 100 * slot_bytes(llama.config, KVCacheDtype.F32)
     tensors = [llama.tensor(name).to_float32().nbytes for name in llama.names()]
     # Beside the checkpoint's weights only zero biases and the rotary tables are kept.
     assert sum(tensors) <= runner.weight_bytes < 1.5 * sum(tensors)
@@ -300,7 +306,9 @@ def test_k_quants_give_the_logits_of_their_exact_weights(k_quants: Checkpoint) -
     ids = token_ids(40, seed=5)
     logits = {}
     for weights in ("auto", "f32"):
-        runner = CpuRunner.load(k_quants, slots=SLOTS, threads=2, weights=weights, kv_dtype="f32")
+        runner = CpuRunner.load(
+            k_quants, slots=SLOTS, threads=2, weights=weights, kv_cache_dtype="f32"
+        )
         logits[weights] = run(runner, ids, scattered(), [])
         if weights == "auto":
             np.testing.assert_array_equal(

@@ -280,7 +280,7 @@ def _attention(runner: CpuRunner, load: Load, roofline: Roofline) -> _Least:
     """Return what attention requires: K and V read once, two products per head, row and token."""
     config = runner.config
     context = load.context + (load.repeats / 2 if load.rows == 1 else load.rows / 2)
-    size = load.streams * context * slot_bytes(config, runner.kv_format)
+    size = load.streams * context * slot_bytes(config, runner.kv_cache_dtype)
     pairs = load.streams * load.rows * context * config.layers * config.query_heads
     operations = 4.0 * pairs * config.head_dim
     seconds = max(size / roofline.bytes_per_second, operations / roofline.float32_per_second)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from midfill.config import Backend, KvDtype, WeightsOption
+from midfill.config import Backend, KVCacheDtypeName, WeightsOption
 from midfill.errors import MidfillError
 from midfill.frontend.prompt_encoder import fingerprint_of
 from midfill.infill.confidence import Features
@@ -298,7 +298,7 @@ class ModelChoice:
     model: str = DEFAULT_MODEL
     adapter: str | None = None
     weights: WeightsOption = "auto"
-    kv_dtype: KvDtype = "auto"
+    kv_cache_dtype: KVCacheDtypeName = "auto"
     backend: Backend = "auto"
     device: str | None = None
     threads: int | None = None
@@ -332,7 +332,7 @@ class ModelChoice:
         options = asdict(self)
         del options["processes"]
         with LLM(**options, kv_memory=kv_memory, progress=progress) as llm:
-            kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
+            kv = "" if self.kv_cache_dtype == "auto" else f", KV {self.kv_cache_dtype}"
             yield LocalModel(llm, f"{self.model} (weights {self.weights}{kv})")
 
 

@@ -46,7 +46,7 @@ def layout_name(runner: Runner) -> str:
     """Return how a runner stores KV, for ``KvIdentity.layout``."""
     config = runner.config
     shape = f"{config.layers}x{config.kv_heads}x{config.head_dim}"
-    return f"{runner.cells.layout.format} {shape}"
+    return f"{runner.cells.layout.dtype} {shape}"
 
 
 class KvCopies:

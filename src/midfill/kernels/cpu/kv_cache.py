@@ -2,7 +2,7 @@
 
 An entry is the K or V vector of one token and one KV head. The entries of a layer and head lie in
 slot order, so the KV of consecutive slots is one stream of memory: an array of entries is
-[layers, kv_heads, slots, head_dim], flat. Its dtype tells the format:
+[layers, kv_heads, slots, head_dim], flat. NumPy's dtype of it tells which:
 
     float32   as computed
     uint16    float16, rounded to nearest; what is too large is stored as +-65504
@@ -54,11 +54,11 @@ _STEPS = np.float32(127.0)
 
 
 KVArray = npt.NDArray[np.generic]
-"""Entries in any format: float32, uint16, int16 or int8."""
+"""Entries of any dtype: float32, uint16, int16 or int8."""
 
 
-class KVFormat(StrEnum):
-    """How a KV cache stores its numbers."""
+class KVCacheDtype(StrEnum):
+    """How a KV cache stores its numbers. ``config.KVCacheDtypeName`` is what one may ask for."""
 
     F32 = "f32"
     F16 = "f16"
@@ -66,11 +66,11 @@ class KVFormat(StrEnum):
     I8 = "i8"
 
 
-_DTYPES: dict[KVFormat, Any] = {
-    KVFormat.F32: np.float32,
-    KVFormat.F16: np.uint16,
-    KVFormat.BF16: np.int16,
-    KVFormat.I8: np.int8,
+_DTYPES: dict[KVCacheDtype, Any] = {
+    KVCacheDtype.F32: np.float32,
+    KVCacheDtype.F16: np.uint16,
+    KVCacheDtype.BF16: np.int16,
+    KVCacheDtype.I8: np.int8,
 }
 
 
@@ -89,10 +89,10 @@ class KVCache(NamedTuple):
     value_scales: Float32Array
 
     @classmethod
-    def allocate(cls, kv_format: KVFormat, entries: int, head_dim: int) -> "KVCache":
+    def allocate(cls, kv_cache_dtype: KVCacheDtype, entries: int, head_dim: int) -> "KVCache":
         """Return a cache of zeros for ``entries`` entries of K and as many of V."""
-        keys, key_scales = allocate_kv(kv_format, entries, head_dim)
-        values, value_scales = allocate_kv(kv_format, entries, head_dim)
+        keys, key_scales = allocate_kv(kv_cache_dtype, entries, head_dim)
+        values, value_scales = allocate_kv(kv_cache_dtype, entries, head_dim)
         return cls(keys, values, key_scales, value_scales)
 
 
@@ -110,16 +110,18 @@ class LayerKV(NamedTuple):
     first_entry: int
 
 
-def entry_bytes(kv_format: KVFormat, head_dim: int) -> int:
+def entry_bytes(kv_cache_dtype: KVCacheDtype, head_dim: int) -> int:
     """Return the bytes of one entry, its scale included."""
-    scale = 4 if kv_format is KVFormat.I8 else 0
-    return head_dim * np.dtype(_DTYPES[kv_format]).itemsize + scale
+    scale = 4 if kv_cache_dtype is KVCacheDtype.I8 else 0
+    return head_dim * np.dtype(_DTYPES[kv_cache_dtype]).itemsize + scale
 
 
-def allocate_kv(kv_format: KVFormat, entries: int, head_dim: int) -> tuple[KVArray, Float32Array]:
+def allocate_kv(
+    kv_cache_dtype: KVCacheDtype, entries: int, head_dim: int
+) -> tuple[KVArray, Float32Array]:
     """Return zeros: entries [entries * head_dim] and scales [entries], or [0] without scales."""
-    scales = entries if kv_format is KVFormat.I8 else 0
-    values = small_page_zeros(entries * head_dim, _DTYPES[kv_format])
+    scales = entries if kv_cache_dtype is KVCacheDtype.I8 else 0
+    values = small_page_zeros(entries * head_dim, _DTYPES[kv_cache_dtype])
     return values, small_page_zeros(scales, np.float32).view(np.float32)
 
 

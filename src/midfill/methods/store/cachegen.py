@@ -76,17 +76,17 @@ class KvShape:
     """How a runner stores KV.
 
     Attributes:
-        format: "f16", "bf16" or "f32".
+        dtype: "f16", "bf16" or "f32".
         layers, kv_heads, head_dim: of the model.
     """
 
-    format: str
+    dtype: str
     layers: int
     kv_heads: int
     head_dim: int
 
     def __post_init__(self) -> None:
-        require(self.format in _DTYPES, f"cachegen codes KV in f16, bf16 or f32, not {self.format}")
+        require(self.dtype in _DTYPES, f"cachegen codes KV in f16, bf16 or f32, not {self.dtype}")
 
     @property
     def channels(self) -> int:
@@ -95,21 +95,21 @@ class KvShape:
 
     def read(self, data: bytes, tokens: int) -> Float32Array:
         """Return raw KV as float32 [2, layers, kv_heads, tokens, head_dim]."""
-        stored = np.frombuffer(data, _DTYPES[self.format])
+        stored = np.frombuffer(data, _DTYPES[self.dtype])
         shape = (2, self.layers, self.kv_heads, tokens, self.head_dim)
-        if self.format == "bf16":
+        if self.dtype == "bf16":
             stored = (stored.astype(np.uint32) << 16).view(np.float32)
         numbers: Float32Array = stored.reshape(shape).astype(np.float32)
         return numbers
 
     def write(self, numbers: Float32Array) -> bytes:
         """Return the raw KV that ``read`` reads."""
-        limit = _LARGEST[self.format]
+        limit = _LARGEST[self.dtype]
         numbers = np.clip(numbers, -limit, limit)
-        if self.format == "bf16":
+        if self.dtype == "bf16":
             bits = np.ascontiguousarray(numbers).view(np.uint32)
             return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16).tobytes()
-        return numbers.astype(_DTYPES[self.format]).tobytes()
+        return numbers.astype(_DTYPES[self.dtype]).tobytes()
 
 
 def quantize(

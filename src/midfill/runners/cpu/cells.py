@@ -9,7 +9,7 @@ from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.runners.forward.cells import CellLayout, StoredCells, UInt8Array
 from midfill.runners.rope import rotations
 
-_FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16", "int8": "i8"}
+_DTYPES = {"float32": "f32", "uint16": "f16", "int16": "bf16", "int8": "i8"}
 
 
 class CpuCells:
@@ -77,7 +77,7 @@ class CpuCells:
     def layout(self) -> CellLayout:
         """See ``CellStore.layout``."""
         widths = tuple(array[:1].nbytes for array in self._arrays())
-        return CellLayout(_FORMATS[self._keys.dtype.name], widths)
+        return CellLayout(_DTYPES[self._keys.dtype.name], widths)
 
     def dump(self, cells: Int32Array) -> tuple[UInt8Array, ...]:
         """See ``CellStore.dump``."""

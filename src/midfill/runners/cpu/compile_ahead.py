@@ -1,4 +1,4 @@
-"""Kernels compiled before there is a model: they are the same for all of one KV format.
+"""Kernels compiled before there is a model: they are the same for all of one KV cache dtype.
 
 A first start fetches a model, which takes the network, and compiles the kernels, which takes a
 core.
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.runners.cpu.packed_model import pack_model
 from midfill.runners.cpu.runner import CpuRunner
@@ -34,8 +34,8 @@ class _BlankModel:
         return StoredTensor(name, shape, "f32", np.zeros(shape, np.float32))
 
 
-def compile_ahead(kv_format: KVFormat, threads: int | None = None) -> None:
-    """Compile, or load, what a ``CpuRunner`` of that KV format and so many threads runs."""
+def compile_ahead(kv_cache_dtype: KVCacheDtype, threads: int | None = None) -> None:
+    """Compile, or load, what a ``CpuRunner`` of that KV cache dtype and so many threads runs."""
     blank = _BlankModel()
     model = pack_model(blank)
-    CpuRunner(blank.config, model, kv_format, slots=_SLOTS, threads=threads).close()
+    CpuRunner(blank.config, model, kv_cache_dtype, slots=_SLOTS, threads=threads).close()

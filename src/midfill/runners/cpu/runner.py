@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba.core.registry import cpu_target
 
-from midfill.config import KvDtype, WeightsOption
+from midfill.config import KVCacheDtypeName, WeightsOption
 from midfill.kernels.cpu.amx_products import AMX_ROWS
 from midfill.kernels.cpu.attention_metadata import (
     TILE_FIELDS,
@@ -21,7 +21,7 @@ from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import forward
 from midfill.kernels.cpu.decoder_data import Batch, Stages
 from midfill.kernels.cpu.jit import compiled_folder, compiled_for
-from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
+from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, entry_bytes
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.thread_pool import ThreadPool
@@ -50,27 +50,29 @@ if TYPE_CHECKING:
     from midfill.runners.cpu.parts import PartAttention
 
 
-def slot_bytes(config: ModelConfig, kv_format: KVFormat) -> int:
+def slot_bytes(config: ModelConfig, kv_cache_dtype: KVCacheDtype) -> int:
     """Return the bytes of one token's K and V in all layers."""
-    return config.layers * config.kv_heads * 2 * entry_bytes(kv_format, config.head_dim)
+    return config.layers * config.kv_heads * 2 * entry_bytes(kv_cache_dtype, config.head_dim)
 
 
-def choose_kv_format(checkpoint: Checkpoint, weights: WeightsOption, kv: KvDtype) -> KVFormat:
-    """Return the KV format that option ``kv`` means for a checkpoint with such weights.
+def choose_kv_cache_dtype(
+    checkpoint: Checkpoint, weights: WeightsOption, name: KVCacheDtypeName
+) -> KVCacheDtype:
+    """Return the dtype that ``name`` means for a checkpoint with such weights.
 
     "auto" is float32 beside float32 weights. Where weights are quantised it is bfloat16 on chips
     that multiply that, and float16 on others.
     """
-    if kv == "auto" and block_format(checkpoint, weights) is WeightFormat.F32:
-        return KVFormat.F32
-    return usual_kv_format(kv)
+    if name == "auto" and block_format(checkpoint, weights) is WeightFormat.F32:
+        return KVCacheDtype.F32
+    return usual_kv_cache_dtype(name)
 
 
-def usual_kv_format(kv: KvDtype) -> KVFormat:
-    """Return the KV format that option ``kv`` means beside quantised weights."""
-    if kv != "auto":
-        return KVFormat(kv)
-    return KVFormat.BF16 if multiplies_bfloat16() else KVFormat.F16
+def usual_kv_cache_dtype(name: KVCacheDtypeName) -> KVCacheDtype:
+    """Return the dtype that ``name`` means beside quantised weights."""
+    if name != "auto":
+        return KVCacheDtype(name)
+    return KVCacheDtype.BF16 if multiplies_bfloat16() else KVCacheDtype.F16
 
 
 def multiplies_bfloat16() -> bool:
@@ -90,14 +92,14 @@ class CpuRunner:
     Attributes:
         config: of the model.
         model: the packed weights.
-        kv_format: how K and V are stored.
+        kv_cache_dtype: how K and V are stored.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         model: PackedModel,
-        kv_format: KVFormat,
+        kv_cache_dtype: KVCacheDtype,
         *,
         slots: int,
         threads: int | None = None,
@@ -109,7 +111,7 @@ class CpuRunner:
         Args:
             config: the model's.
             model: its weights.
-            kv_format: how K and V are stored.
+            kv_cache_dtype: how K and V are stored.
             slots: how many tokens' KV to make room for.
             threads: that a step runs on; None is one per available core.
             max_rows: of most steps: memory for so many is allocated now, for more when needed.
@@ -118,11 +120,11 @@ class CpuRunner:
         Raises:
             MidfillError: see ``choose_amx``.
         """
-        self.config, self.model, self.kv_format = config, model, kv_format
+        self.config, self.model, self.kv_cache_dtype = config, model, kv_cache_dtype
         amx = choose_amx()
         self._pool = ThreadPool(threads or available_threads())
         entries = self.config.layers * self.config.kv_heads * slots
-        self._kv_cache = KVCache.allocate(self.kv_format, entries, self.config.head_dim)
+        self._kv_cache = KVCache.allocate(self.kv_cache_dtype, entries, self.config.head_dim)
         self.logits_ops: LogitsOps = NUMPY_LOGITS
         self._slots = slots
         frequencies = layer_frequencies(self.config)
@@ -157,7 +159,7 @@ class CpuRunner:
         threads: int | None = None,
         max_rows: int = 0,
         weights: WeightsOption = "auto",
-        kv_dtype: KvDtype = "auto",
+        kv_cache_dtype: KVCacheDtypeName = "auto",
         progress: Progress | None = None,
     ) -> "CpuRunner":
         """Return the runner of a checkpoint.
@@ -165,7 +167,7 @@ class CpuRunner:
         Args:
             checkpoint: the model.
             weights: see ``load_packed``.
-            kv_dtype: see ``choose_kv_format``.
+            kv_cache_dtype: see ``choose_kv_cache_dtype``.
             slots, threads, max_rows, progress: see ``__init__``.
 
         Raises:
@@ -175,7 +177,7 @@ class CpuRunner:
         return cls(
             checkpoint.config,
             load_packed(checkpoint, weights, progress),
-            choose_kv_format(checkpoint, weights, kv_dtype),
+            choose_kv_cache_dtype(checkpoint, weights, kv_cache_dtype),
             slots=slots,
             threads=threads,
             max_rows=max_rows,

@@ -16,11 +16,11 @@ class CellLayout:
     """How a runner stores a cell.
 
     Attributes:
-        format: of the numbers, such as "f16".
+        dtype: of the numbers, such as "f16".
         widths: bytes of a cell in each array: keys, values, and scales if there are any.
     """
 
-    format: str
+    dtype: str
     widths: tuple[int, ...]
 
 

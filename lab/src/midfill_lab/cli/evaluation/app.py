@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.option_groups import with_option_groups
-from midfill.cli.options import KvDtypeOption
-from midfill.config import KvDtype
+from midfill.cli.options import KVCacheDtypeOption
+from midfill.config import KVCacheDtypeName
 from midfill_lab.cli.evaluation.choices import cuts, empty, snippets, windows
 from midfill_lab.cli.evaluation.confidence import confidence
 from midfill_lab.cli.evaluation.options import (
@@ -73,7 +73,7 @@ def infilling(
     context_characters: ContextOption = "2000,1000",
     typed: TypedOption = False,
     suffixes: SuffixesOption = ".py",
-    kv_cache_dtype: KvDtypeOption = "auto",
+    kv_cache_dtype: KVCacheDtypeOption = "auto",
     results: ResultFlags,
     section: SectionOption = "infilling",
 ) -> None:
@@ -120,14 +120,14 @@ def infilling(
 
 
 def _open_model(
-    url: str | None, asked: ModelFlags, kv_dtype: KvDtype, progress: "Progress"
+    url: str | None, asked: ModelFlags, kv_cache_dtype: KVCacheDtypeName, progress: "Progress"
 ) -> "AbstractContextManager[Model]":
     """Return the model behind a URL, or loaded into this process."""
     from midfill_lab.evaluation.models import RemoteModel
 
     if url is not None:
         return nullcontext(RemoteModel(url, asked.fim_tokens))
-    return asked.open(progress, kv_dtype)
+    return asked.open(progress, kv_cache_dtype)
 
 
 @app.command()

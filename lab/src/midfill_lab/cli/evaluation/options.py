@@ -17,7 +17,7 @@ from midfill.cli.options import (
     WeightsFormatOption,
 )
 from midfill.cli.values import parse_method
-from midfill.config import KvDtype
+from midfill.config import KVCacheDtypeName
 from midfill_lab.cli.outputs import DocsOption, Outputs, PlotOption, earlier_run, writable
 
 if TYPE_CHECKING:
@@ -144,21 +144,25 @@ class ModelFlags:
     threads: ThreadsOption = None
     processes: ProcessesOption = 1
 
-    def choice(self, kv_dtype: KvDtype = "auto") -> "ModelChoice":
+    def choice(self, kv_cache_dtype: KVCacheDtypeName = "auto") -> "ModelChoice":
         """Return the model to ask, the default one if none is named."""
         from midfill.models.checkpoints.model_store import DEFAULT_MODEL
         from midfill_lab.evaluation.models import ModelChoice
 
-        options = {**vars(self), "model": self.model or DEFAULT_MODEL, "kv_dtype": kv_dtype}
+        options = {
+            **vars(self),
+            "model": self.model or DEFAULT_MODEL,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
         return ModelChoice(**options)
 
     def open(
-        self, progress: "Progress", kv_dtype: KvDtype = "auto"
+        self, progress: "Progress", kv_cache_dtype: KVCacheDtypeName = "auto"
     ) -> "AbstractContextManager[Model]":
         """Load the model."""
         from midfill_lab.evaluation.models import load_model
 
-        return load_model(self.choice(kv_dtype), progress)
+        return load_model(self.choice(kv_cache_dtype), progress)
 
     def check_target(self, folder: Path, keys: str) -> None:
         """Check before the work that what is measured can be noted in a folder.
