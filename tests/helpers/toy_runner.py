@@ -18,7 +18,7 @@ from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.forward.attention import AttentionPlan, KeyLister, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.cells import CellLayout, StoredCells
-from midfill.runners.forward.logits import likeliest_tokens
+from midfill.runners.forward.logits import argmax_tokens
 
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
 
@@ -101,8 +101,8 @@ class ToyRunner:
         hidden = self._run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
 
-    def likeliest_tokens(self, logits: Float64Array) -> list[int]:
-        return likeliest_tokens(self.logits_ops, logits)
+    def argmax_tokens(self, logits: Float64Array) -> list[int]:
+        return argmax_tokens(self.logits_ops, logits)
 
     def join(self, parts: Sequence[Float64Array]) -> Float64Array:
         return np.concatenate(parts)

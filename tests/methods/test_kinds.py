@@ -80,7 +80,7 @@ class ToySequence(SequenceMethod):
             min(end, sequence.prompt_length) if sequence.computed < sequence.prompt_length else None
         )
 
-    def indivisible(self, computed: int) -> int:
+    def atomic_tokens(self, computed: int) -> int:
         return min(CHUNK, len(PROMPT) - computed) if computed < len(PROMPT) else 0
 
     def arrange(

@@ -14,7 +14,7 @@ from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.methods.method import CombinedMethod
 from midfill.methods.registry import resolve_method
-from midfill.methods.shelf import AllowedMethods
+from midfill.methods.resolver import AllowedMethods
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import Answer, build_engine, preempting_every, request, same, serve, torch_runner

@@ -112,7 +112,7 @@ class Engine:
                 its rows attend to, where the request names no method; None computes and keeps all.
             find_method: returns the method that a request names, or raises InvalidRequestError;
                 None refuses such requests.
-            kinds: of methods beside those of the shelf.
+            kinds: of methods beside the registered ones.
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
             warm_tier: keeps KV that may be evicted; None keeps none.
 
@@ -314,7 +314,7 @@ class Engine:
         self._counters.forward_seconds += computed - started
         self._counters.sampling_seconds += sampled - computed
         self.kv_traffic.record_step(rows, sampled - started)
-        if all(entry.span is None and not _is_listed(entry) for entry in scheduled):
+        if all(entry.span is None and not _is_sparse(entry) for entry in scheduled):
             keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
             for learner in (self._speculation, self._step_limit):
                 if learner is not None:
@@ -337,9 +337,9 @@ def _facts(request: EngineRequest) -> RequestFacts:
     )
 
 
-def _is_listed(entry: ScheduledSequence) -> bool:
+def _is_sparse(entry: ScheduledSequence) -> bool:
     """Whether a sequence's rows attend to listed keys, so that their time says little of others."""
-    return entry.sequence.method.indivisible(entry.sequence.computed) > 0
+    return entry.sequence.method.atomic_tokens(entry.sequence.computed) > 0
 
 
 def _hand_out(

@@ -22,8 +22,8 @@ from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
 from midfill.methods.method import Method
+from midfill.methods.resolver import AllowedMethods, MethodResolver
 from midfill.methods.served_model import ServedModel
-from midfill.methods.shelf import AllowedMethods, MethodShelf
 from midfill.models.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.models.checkpoints.model_store import command_options
 from midfill.models.checkpoints.opening import model_digest
@@ -57,7 +57,7 @@ def load_engine(
         progress: called with (stage, done, total) while the model loads.
         started: ``time.perf_counter()`` when loading began; None means now.
         wrap: returns what the engine steps in the runner's place, such as one that looks at logits.
-        extra_methods: by the names under which requests may ask for them, beside the shelf's.
+        extra_methods: beside the registered ones, by the names under which requests ask for them.
 
     Returns:
         (engine, runner, info): the engine, the runner it steps, and a description of both.
@@ -69,7 +69,7 @@ def load_engine(
     extra = {} if extra_methods is None else extra_methods
     allowed = AllowedMethods(options.allow_methods, options.method)
     runner = load_runner(checkpoint, options, progress)
-    shelf = MethodShelf(lambda: _served_model(checkpoint, runner, options), allowed)
+    resolver = MethodResolver(lambda: _served_model(checkpoint, runner, options), allowed)
     source = IdentitySource(
         lambda: kv_identity(checkpoint, runner, options), options.warm_tier.scope
     )
@@ -82,8 +82,8 @@ def load_engine(
             speculation=speculation(options),
             step_limit=step_limit(options),
             token_bytes=checkpoint.tokenizer.token_bytes,
-            method=shelf.default,
-            find_method=lambda name: extra[name] if name in extra else shelf.find(name),
+            method=resolver.default,
+            find_method=lambda name: extra[name] if name in extra else resolver.find(name),
             kv_source=source,
             warm_tier=_open_warm_tier(options, source, runner, checkpoint.tokenizer),
         )

@@ -20,8 +20,8 @@ def check_codec(specification: str) -> None:
     Raises:
         InvalidRequestError: there is no such codec or option, or a value doesn't fit.
     """
-    name, _, listed = specification.partition(":")
-    if name == OFF and not listed:
+    name, _, settings = specification.partition(":")
+    if name == OFF and not settings:
         return
     if name not in CODECS:
         known = [*CODECS] if name == OFF else [OFF, *CODECS]
@@ -30,7 +30,7 @@ def check_codec(specification: str) -> None:
         )
     from midfill.methods.store.cachegen import CacheGen
 
-    make_options(CacheGen, name, listed)
+    make_options(CacheGen, name, settings)
 
 
 def open_codec(
@@ -48,13 +48,13 @@ def open_codec(
         InvalidRequestError: there is no such codec, or it doesn't suit the KV.
     """
     check_codec(specification)
-    codec, _, listed = specification.partition(":")
+    codec, _, settings = specification.partition(":")
     if codec == OFF:
         return None
     from midfill.methods.store.cachegen import CacheGen, CacheGenCodec, KvShape
     from midfill.methods.store.cachegen_profile import load_tables
 
-    method = make_options(CacheGen, codec, listed)
+    method = make_options(CacheGen, codec, settings)
     config = runner.config
     dtype = runner.cells.layout.dtype
     shape = KvShape(dtype, config.layers, config.kv_heads, config.head_dim)

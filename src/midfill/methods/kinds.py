@@ -46,7 +46,7 @@ class MethodKinds:
         Args:
             runner: the model and its KV cache.
             pool: the runner's slots.
-            further: kinds beside those that the shelf has.
+            further: kinds beside the registered ones.
         """
         self._slots = runner.slots
         self._longest = max(_TRIAL_TOKENS, runner.config.context)

@@ -1,4 +1,4 @@
-"""The shelf's index: methods by name, and what a specification like "cake:budget=256" means.
+"""Methods by name, and what a specification like "cake:budget=256" means.
 
 A method's module is imported when it is first asked for, so that nothing pays for methods that
 nobody uses.
@@ -28,7 +28,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method on the shelf.
+    """A registered method.
 
     Attributes:
         name: on the command line.
@@ -125,9 +125,9 @@ def resolve_method(specification: str) -> Method | ModelSpecific | None:
         return None
     found = []
     for part in parts:
-        name, _, listed = part.partition(":")
+        name, _, settings = part.partition(":")
         check_name(name)
-        method: Method = make_options(METHODS[name].load(), name, listed)
+        method: Method = make_options(METHODS[name].load(), name, settings)
         found.append((name, method))
     return found[0][1] if len(found) == 1 else CombinedMethod(tuple(found))
 
@@ -139,20 +139,20 @@ def split_specification(specification: str) -> list[str]:
     return re.split(r"\+(?=[a-z])", specification)  # a "+" in a number's exponent divides nothing
 
 
-def make_options(factory: type[Any], name: str, listed: str) -> Any:
+def make_options(factory: type[Any], name: str, settings: str) -> Any:
     """Return ``factory`` with the options that "option=value,option=value" lists.
 
     Args:
         factory: a dataclass.
         name: for messages.
-        listed: "" leaves all at their defaults.
+        settings: "" leaves all at their defaults.
 
     Raises:
         InvalidRequestError: there is no such option, or a value doesn't fit.
     """
     known, kinds = list(defaults(factory)), get_type_hints(factory)
     values: dict[str, object] = {}
-    for item in filter(None, listed.split(",")):
+    for item in filter(None, settings.split(",")):
         option, equals, text = item.partition("=")
         if option not in known:
             nearest = nearest_name(option, known)

@@ -196,7 +196,7 @@ class SequenceMethod:
         """Return the number of tokens that a step must not go beyond; None if there is none."""
         return None
 
-    def indivisible(self, computed: int) -> int:
+    def atomic_tokens(self, computed: int) -> int:
         """Return how many tokens after ``computed`` run in one step or not at all; 0: any."""
         return 0
 
@@ -324,8 +324,8 @@ class ComposedMethod(SequenceMethod):
         barriers = [method.barrier(sequence) for method in self.methods]
         return min((barrier for barrier in barriers if barrier is not None), default=None)
 
-    def indivisible(self, computed: int) -> int:
-        return max(method.indivisible(computed) for method in self.methods)
+    def atomic_tokens(self, computed: int) -> int:
+        return max(method.atomic_tokens(computed) for method in self.methods)
 
     def allows_draft(self, tokens: int) -> bool:
         return all(method.allows_draft(tokens) for method in self.methods)

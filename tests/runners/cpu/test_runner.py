@@ -132,7 +132,7 @@ def test_the_likeliest_tokens_are_those_of_the_logits(runner: CpuRunner) -> None
     ids = token_ids(90, seed=8)
     for step in (batch([(ids, 0, scattered())]), batch([(ids[:3], 0, scattered())])):
         logits = runner.forward(step)
-        assert runner.likeliest_tokens(logits) == logits.argmax(1).tolist()
+        assert runner.argmax_tokens(logits) == logits.argmax(1).tolist()
 
 
 def test_the_same_bits_layer_by_layer(runner: CpuRunner) -> None:

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.sampling.sampler import MAX_ROWS_AT_ONCE, SampleRow, sample
 from midfill.runners.cpu.logits import NUMPY_LOGITS
-from midfill.runners.forward.logits import likeliest_tokens
+from midfill.runners.forward.logits import argmax_tokens
 from midfill.runners.torch.logits import TorchLogits
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -81,4 +81,4 @@ def test_few_rows_have_copies_of_their_logits_at_a_time() -> None:
 
 
 def test_the_likeliest_of_no_rows_are_none() -> None:
-    assert likeliest_tokens(TorchLogits(), torch.empty(0, 8)) == []
+    assert argmax_tokens(TorchLogits(), torch.empty(0, 8)) == []

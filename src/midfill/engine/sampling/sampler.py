@@ -120,7 +120,7 @@ def sample(
     return tokens
 
 
-def takes_likeliest(params: EngineSamplingParams) -> bool:
+def needs_only_argmax(params: EngineSamplingParams) -> bool:
     """Whether a row needs the token of its largest logit and nothing else.
 
     That is so for nearly all completions. Runners find this token in the forward pass, so such
@@ -271,7 +271,7 @@ def _draw_unfiltered(ops: LogitsOps, rows: list[_Row]) -> None:
 def _draw_top_k(ops: LogitsOps, rows: list[_Row], top_k: int) -> None:
     """Draw from the ``top_k`` likeliest tokens, filtered."""
     vectors = [row.logits for row in rows]
-    ids = ops.likeliest(vectors, top_k)
+    ids = ops.top_k(vectors, top_k)
     for row, values, row_ids in zip(rows, ops.gather(vectors, ids), ids, strict=True):
         weights = np.exp((values - values.max()) / row.spec.params.temperature)
         kept = filter_probabilities(weights / weights.sum(), row.spec.params, complete=True)
@@ -283,7 +283,7 @@ def _draw_filtered(ops: LogitsOps, rows: list[_Row]) -> None:
     """Draw for rows with filters but no top-k: try few tokens first, then all where needed."""
     vectors = [row.logits for row in rows]
     normalizers = ops.log_normalizers(vectors, _temperatures(rows))
-    few = ops.likeliest(vectors, min(_FEW_CANDIDATES, len(vectors[0])))
+    few = ops.top_k(vectors, min(_FEW_CANDIDATES, len(vectors[0])))
     values = ops.gather(vectors, few)
     for row, ids, found, normalizer in zip(rows, few, values, normalizers, strict=True):
         params = row.spec.params
@@ -409,7 +409,7 @@ def token_logprobs(
     """
     normalizers = ops.log_normalizers(vectors, [1.0] * len(vectors))[:, None]
     own = ops.gather(vectors, np.array(token_ids, np.int64)[:, None]) - normalizers
-    ids = ops.likeliest(vectors, min(max(*wanted, 1), len(vectors[0])))
+    ids = ops.top_k(vectors, min(max(*wanted, 1), len(vectors[0])))
     logprobs = ops.gather(vectors, ids) - normalizers
     reports = []
     for logprob, count, row_ids, values in zip(own, wanted, ids, logprobs, strict=True):

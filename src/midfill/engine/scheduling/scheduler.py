@@ -25,7 +25,7 @@ class RunningSequence(NamedTuple):
         whole: whether all of its tokens then have to run in one pass.
         layer_tokens: how many tokens are on their way through the layers.
         next_layer: how many layers these have gone through.
-        indivisible: how many tokens it runs next in one step or not at all; 0: any number.
+        atomic_tokens: how many tokens it runs next in one step or not at all; 0: any number.
     """
 
     sequence_id: int
@@ -36,7 +36,7 @@ class RunningSequence(NamedTuple):
     whole: bool = False
     layer_tokens: int = 0
     next_layer: int = 0
-    indivisible: int = 0
+    atomic_tokens: int = 0
 
     @property
     def remaining(self) -> int:
@@ -52,7 +52,7 @@ class WaitingSequence(NamedTuple):
         length: number of its tokens: the prompt and, if it was preempted, what it had generated.
         prefill: how its tokens may be computed: all of them in one pass, layer by layer ("layers"),
             in chunks only ("chunks"), or as the policy likes ("any").
-        indivisible: how many tokens after its cached prefix run in one step or not at all; 0: any
+        atomic_tokens: how many tokens after its cached prefix run in one step or not at all; 0: any
             number.
         slots: how many it takes at its admission; None is one for each token that is not cached.
     """
@@ -60,7 +60,7 @@ class WaitingSequence(NamedTuple):
     sequence_id: int
     length: int
     prefill: Literal["any", "layers", "chunks"] = "any"
-    indivisible: int = 0
+    atomic_tokens: int = 0
     slots: int | None = None
 
     def needs(self, cached: CachedPrefix) -> int:

@@ -192,7 +192,9 @@ class RequestQueues:
     def _next_chunk(self, sequence: Sequence) -> int:
         """Return how many tokens a queued sequence runs first in one step; 0: any number."""
         method = sequence.method
-        return 0 if method.is_null else method.indivisible(len(look_up(sequence, self.pool).tokens))
+        return (
+            0 if method.is_null else method.atomic_tokens(len(look_up(sequence, self.pool).tokens))
+        )
 
     def _register(self, sequence: Sequence) -> None:
         self.sequences[sequence.sequence_id] = sequence
@@ -267,7 +269,7 @@ def _running(sequence: Sequence) -> RunningSequence:
         sequence.prefill == "layers",
         0 if rows is None else rows.tokens,
         0 if rows is None else rows.next_layer,
-        sequence.method.indivisible(sequence.computed),
+        sequence.method.atomic_tokens(sequence.computed),
     )
 
 

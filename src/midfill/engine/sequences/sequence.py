@@ -15,7 +15,7 @@ from midfill.engine.request import (
     TokenLogprobs,
 )
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
-from midfill.engine.sampling.sampler import RandomStream, takes_likeliest
+from midfill.engine.sampling.sampler import RandomStream, needs_only_argmax
 from midfill.engine.scheduling.drafting import Calibration
 from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
@@ -66,7 +66,7 @@ class Sequence:
             computed; None if they are not asked for, or were sent.
         score_from: number of the first token that is scored.
         calibration: how well drafts for this sequence do.
-        takes_likeliest: whether its tokens are those of the largest logits, where it is not
+        needs_only_argmax: whether its tokens are those of the largest logits, where it is not
             restricted to others.
         random_stream: the random numbers that its tokens are sampled with.
     """
@@ -92,6 +92,7 @@ class Sequence:
         "loaded_variant",
         "max_length",
         "method",
+        "needs_only_argmax",
         "not_empty",
         "params",
         "prompt_length",
@@ -102,7 +103,6 @@ class Sequence:
         "score_from",
         "sequence_id",
         "stop_token_ids",
-        "takes_likeliest",
         "tenant",
     )
 
@@ -125,7 +125,7 @@ class Sequence:
         self.tenant = request.tenant
         self.method: SequenceMethod = NO_METHOD
         self.params: EngineSamplingParams = request.sampling
-        self.takes_likeliest = takes_likeliest(request.sampling)
+        self.needs_only_argmax = needs_only_argmax(request.sampling)
         self.sequence_id = sequence_id
         self.answer_indices = tuple(range(request.sampling.n))
         self.prompt_length = self.length = len(request.token_ids)

@@ -146,7 +146,7 @@ def _next_tokens(sequence: Sequence, tokens: int) -> ScheduledSequence:
     """
     remaining = sequence.length - sequence.computed
     allowed = min(tokens, remaining, sequence.barrier - sequence.computed)
-    allowed = max(allowed, sequence.method.indivisible(sequence.computed))
+    allowed = max(allowed, sequence.method.atomic_tokens(sequence.computed))
     return ScheduledSequence(sequence, allowed, allowed == remaining and not sequence.background)
 
 

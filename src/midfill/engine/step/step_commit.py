@@ -143,17 +143,17 @@ class StepCommit:
                 self._execution.preempt(sequence)
         return [one for one in outputs if one.token_ids or one.finish_reason is not None]
 
-    def _commit_answer(self, one: Verification) -> EngineOutput:
+    def _commit_answer(self, verification: Verification) -> EngineOutput:
         """Free the slots of rejected tokens, finish the answer if it ended, return its output."""
-        sequence = one.sequence
+        sequence = verification.sequence
         sequence.decoding = True
-        self._counters.generated_tokens += len(one.tokens)
-        self._tenants.record_tokens(sequence, len(one.tokens))
-        self._queues.waiting.charge(sequence.tenant, len(one.tokens))
+        self._counters.generated_tokens += len(verification.tokens)
+        self._tenants.record_tokens(sequence, len(verification.tokens))
+        self._queues.waiting.charge(sequence.tenant, len(verification.tokens))
         if sequence.kv is not None:
             sequence.computed = sequence.length - 1
             sequence.kv.truncate(sequence.computed)
             sequence.method.rolled_back(sequence.computed)
-        if one.finish_reason is not None:
+        if verification.finish_reason is not None:
             self._queues.finish(sequence)
-        return one.output()
+        return verification.output()

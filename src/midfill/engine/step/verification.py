@@ -130,30 +130,32 @@ def verify(
         vocabulary: the model's.
     """
     pending = [
-        one
-        for one in verifications
-        if one.sequence.empty_check is None or _check_empty(one, runner, logits, vocabulary)
+        verification
+        for verification in verifications
+        if verification.sequence.empty_check is None
+        or _check_empty(verification, runner, logits, vocabulary)
     ]
-    likeliest: SequenceOf[int] = ()
-    if any(one.sequence.takes_likeliest for one in pending):
-        likeliest = runner.likeliest_tokens(logits)
+    argmax: SequenceOf[int] = ()
+    if any(verification.sequence.needs_only_argmax for verification in pending):
+        argmax = runner.argmax_tokens(logits)
     while pending:
-        sampled = _sample(runner, logits, likeliest, pending)
+        sampled = _sample(runner, logits, argmax, pending)
         pending = [
-            one
-            for one, token in zip(pending, sampled, strict=True)
-            if _append(one, token, vocabulary) and one.accept(one.tokens[-1].token_id)
+            verification
+            for verification, token in zip(pending, sampled, strict=True)
+            if _append(verification, token, vocabulary)
+            and verification.accept(verification.tokens[-1].token_id)
         ]
 
 
 def _sample(
     runner: Runner,
     logits: RunnerArray,
-    likeliest: SequenceOf[int],
+    argmax: SequenceOf[int],
     pending: SequenceOf[Verification],
 ) -> list[SampledToken | None]:
     """Return the next token of each answer; None where its logits hold no finite value."""
-    tokens = [_likeliest_token(one, likeliest) for one in pending]
+    tokens = [_argmax_token(verification, argmax) for verification in pending]
     if all(token is not None for token in tokens):
         return tokens
     others = [place for place, token in enumerate(tokens) if token is None]
@@ -163,36 +165,40 @@ def _sample(
     return tokens
 
 
-def _likeliest_token(one: Verification, likeliest: SequenceOf[int]) -> SampledToken | None:
+def _argmax_token(verification: Verification, argmax: SequenceOf[int]) -> SampledToken | None:
     """Return an answer's next token if it is that of the largest logit; None: to be sampled."""
-    sequence = one.sequence
-    if not sequence.takes_likeliest or sequence.not_empty or sequence.constraint is not None:
+    sequence = verification.sequence
+    if not sequence.needs_only_argmax or sequence.not_empty or sequence.constraint is not None:
         return None
-    token_id = likeliest[one.row]
+    token_id = argmax[verification.row]
     return SampledToken(token_id, None) if token_id >= 0 else None
 
 
 def _check_empty(
-    one: Verification, runner: Runner, logits: RunnerArray, vocabulary: Vocabulary
+    verification: Verification, runner: Runner, logits: RunnerArray, vocabulary: Vocabulary
 ) -> bool:
     """Decide whether an answer is empty, as far as the step's logits suffice for it.
 
     Once it is decided, the tokens are taken from the logits that the check has seen.
 
     Returns:
-        Whether the next token is to be sampled from the logits at ``one.row``.
+        Whether the next token is to be sampled from the logits at ``verification.row``.
     """
-    sequence, check, ops = one.sequence, one.sequence.empty_check, runner.logits_ops
+    sequence, check, ops = (
+        verification.sequence,
+        verification.sequence.empty_check,
+        runner.logits_ops,
+    )
     assert check is not None
-    one.restarted = bool(check.tokens)
+    verification.restarted = bool(check.tokens)
     while True:
         row = SampleRow(0, sequence.params, sequence.tokens, sequence.prompt_length, 0.0)
-        kept = ops.copy(logits[one.row])
+        kept = ops.copy(logits[verification.row])
         token_id = check.observe(kept, ops.to_numpy(adjust_logits(ops, kept, row)))
         if token_id is None:
             break
         sequence.append(token_id)
-        if not one.accept(token_id):
+        if not verification.accept(token_id):
             return False
     sequence.drop(len(check.tokens))
     sequence.checked_tokens = len(check.tokens)
@@ -201,10 +207,12 @@ def _check_empty(
     for row_logits, expected in zip(check.rows, _expected(check), strict=True):
         spec = _sample_row(sequence, 0, None if sequence.not_empty else expected)
         (token,) = sample(ops, row_logits[None], [spec])
-        if not _append(one, token, vocabulary):
+        if not _append(verification, token, vocabulary):
             return False
-        if one.tokens[-1].token_id != expected:
-            return row_logits is check.rows[-1] and one.accept(one.tokens[-1].token_id)
+        if verification.tokens[-1].token_id != expected:
+            return row_logits is check.rows[-1] and verification.accept(
+                verification.tokens[-1].token_id
+            )
     return False
 
 
@@ -238,16 +246,16 @@ def append_token(sequence: Sequence, token_id: int, vocabulary: Vocabulary) -> N
         sequence.not_empty = sequence.not_empty and not constraint.exceeded
 
 
-def _append(one: Verification, token: SampledToken | None, vocabulary: Vocabulary) -> bool:
+def _append(verification: Verification, token: SampledToken | None, vocabulary: Vocabulary) -> bool:
     """Append a sampled token; return whether the answer goes on."""
     if token is None:
-        one.failed = True
+        verification.failed = True
         return False
-    sequence = one.sequence
-    one.tokens.append(token)
+    sequence = verification.sequence
+    verification.tokens.append(token)
     append_token(sequence, token.token_id, vocabulary)
     if token.token_id in sequence.stop_token_ids:
-        one.finish_reason = "stop"
+        verification.finish_reason = "stop"
     elif sequence.length >= sequence.max_length:
-        one.finish_reason = "length"
-    return one.finish_reason is None
+        verification.finish_reason = "length"
+    return verification.finish_reason is None

@@ -101,7 +101,7 @@ class SparsePrefill(SequenceMethod):
     @property
     def lists_any(self) -> bool:
         """Whether the method lists any chunk; otherwise the prompt is computed exactly."""
-        return any(self.indivisible(start) for start in range(0, self._tokens, self._size))
+        return any(self.atomic_tokens(start) for start in range(0, self._tokens, self._size))
 
     @property
     def _size(self) -> int:
@@ -127,7 +127,7 @@ class SparsePrefill(SequenceMethod):
         """See ``SequenceMethod``."""
         return self._chunk_end(sequence.computed)
 
-    def indivisible(self, computed: int) -> int:
+    def atomic_tokens(self, computed: int) -> int:
         """See ``SequenceMethod``: what the method lists next."""
         start, end = computed // self._size * self._size, self._chunk_end(computed)
         if end is None or self._method.is_dense(start, end - start):
@@ -142,11 +142,11 @@ class SparsePrefill(SequenceMethod):
         Raises:
             ValueError: a part of a chunk was to run.
         """
-        listed = self.indivisible(first)
-        if not listed:
+        tokens = self.atomic_tokens(first)
+        if not tokens:
             return rows
-        if end - first != listed:
-            raise ValueError(f"a chunk of {listed} tokens can't run {end - first} of them")
+        if end - first != tokens:
+            raise ValueError(f"a chunk of {tokens} tokens can't run {end - first} of them")
         lister = ChunkLister(self._method, self._pairs)
         return rows._replace(plan=replace(rows.plan or AttentionPlan(), lister=lister))
 

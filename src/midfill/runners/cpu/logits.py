@@ -47,7 +47,7 @@ class NumpyLogits:
         parts = vector[:best], vector[best + 1 :]
         return max(float(part.max(initial=-np.inf)) for part in parts)
 
-    def likeliest(self, vectors: Sequence[Float32Array], count: int) -> Int64Array:
+    def top_k(self, vectors: Sequence[Float32Array], count: int) -> Int64Array:
         """See ``LogitsOps``."""
         return np.stack([top_ids(vector, count) for vector in vectors])
 

@@ -220,8 +220,8 @@ class CpuRunner:
         self._run(batch, None, Stages(True, 0, self.config.layers, True))
         return self._logits(len(batch.logit_rows))
 
-    def likeliest_tokens(self, logits: Float32Array) -> list[int]:
-        """See ``Runner.likeliest_tokens``: the kernels have found them."""
+    def argmax_tokens(self, logits: Float32Array) -> list[int]:
+        """See ``Runner.argmax_tokens``: the kernels have found them."""
         tokens: list[int] = self._memory.workspace.likeliest[: len(logits)].tolist()
         return tokens
 

@@ -35,7 +35,7 @@ class LogitsOps(Protocol):
     def second_largest(self, vector: RunnerArray, best: int) -> float | None:
         """Return the largest value but for id ``best``; None where that would take long."""
 
-    def likeliest(self, vectors: Sequence[RunnerArray], count: int) -> Int64Array:
+    def top_k(self, vectors: Sequence[RunnerArray], count: int) -> Int64Array:
         """Return the ids of each vector's largest values, ascending: [vectors, count] int64."""
 
     def gather(self, vectors: Sequence[RunnerArray], ids: Int64Array) -> Float64Array:
@@ -64,8 +64,8 @@ class LogitsOps(Protocol):
         """
 
 
-def likeliest_tokens(ops: LogitsOps, logits: RunnerArray) -> list[int]:
-    """Find what ``Runner.likeliest_tokens`` returns, for runners whose forward pass doesn't."""
+def argmax_tokens(ops: LogitsOps, logits: RunnerArray) -> list[int]:
+    """Find what ``Runner.argmax_tokens`` returns, for runners whose forward pass doesn't."""
     found = ops.argmax(list(logits))
     return [best if math.isfinite(value) else -1 for best, value in found]
 

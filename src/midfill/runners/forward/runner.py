@@ -55,7 +55,7 @@ class Runner(Protocol):
         The next call may overwrite the returned array.
         """
 
-    def likeliest_tokens(self, logits: RunnerArray) -> list[int]:
+    def argmax_tokens(self, logits: RunnerArray) -> list[int]:
         """Return the token of each row's largest logit, of equal ones the first.
 
         Args:

@@ -40,7 +40,7 @@ class TorchLogits:
         """See ``LogitsOps``: waiting for the device takes longer than it saves."""
         return None
 
-    def likeliest(self, vectors: Sequence[torch.Tensor], count: int) -> Int64Array:
+    def top_k(self, vectors: Sequence[torch.Tensor], count: int) -> Int64Array:
         """See ``LogitsOps``."""
         ids = torch.stack(list(vectors)).topk(count).indices
         found: Int64Array = ids.sort().values.cpu().numpy()

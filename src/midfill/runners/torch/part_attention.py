@@ -156,11 +156,11 @@ def _scores(
     seen = _visible(part.visible, most, count - most, kept, window)
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     if lister is not None:
-        scores = _listed(scores, q, k, kept, most, layer, scale, lister)
+        scores = _mask_unlisted(scores, q, k, kept, most, layer, scale, lister)
     return scores, weight, v
 
 
-def _listed(
+def _mask_unlisted(
     scores: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

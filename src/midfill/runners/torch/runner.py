@@ -9,7 +9,7 @@ from midfill.errors import OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.logits import LogitsOps, likeliest_tokens
+from midfill.runners.forward.logits import LogitsOps, argmax_tokens
 from midfill.runners.rope import layer_frequencies
 from midfill.runners.torch.cells import TorchCells
 from midfill.runners.torch.decoder import Decoder, KVCache
@@ -80,9 +80,9 @@ class TorchRunner:
         hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
 
-    def likeliest_tokens(self, logits: RunnerArray) -> list[int]:
-        """See ``Runner.likeliest_tokens``."""
-        return likeliest_tokens(self.logits_ops, logits)
+    def argmax_tokens(self, logits: RunnerArray) -> list[int]:
+        """See ``Runner.argmax_tokens``."""
+        return argmax_tokens(self.logits_ops, logits)
 
     def observed_queries(
         self, batch: ForwardBatch, first: int = 0, end: int | None = None

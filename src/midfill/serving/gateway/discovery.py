@@ -98,7 +98,7 @@ async def discover(upstream: Upstream, api: ApiName, model: str | None) -> Serve
     models = await find_models(upstream)
     found = [each for each in models if model in (None, each.name)]
     if not found:
-        raise UpstreamFailedError(f"serves {listed(models)}, not {model}")
+        raise UpstreamFailedError(f"serves {join_names(models)}, not {model}")
     chosen = found[0]
     upstream.model = chosen.name
     upstream.known = True
@@ -110,7 +110,7 @@ async def discover(upstream: Upstream, api: ApiName, model: str | None) -> Serve
     return chosen
 
 
-def listed(models: Sequence[ServedModel]) -> str:
+def join_names(models: Sequence[ServedModel]) -> str:
     """Return the names of models for a message; of many the first."""
     return error_text(", ".join(model.name for model in models)) or "no model"
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.routing import choose
 from midfill.errors import MidfillError, QueueFullError, UpstreamError
-from midfill.serving.gateway.discovery import discover, find_models, listed
+from midfill.serving.gateway.discovery import discover, find_models, join_names
 from midfill.serving.gateway.options import ApiName
 from midfill.serving.gateway.upstream import Upstream
 from midfill.serving.gateway.upstream_api import Call, UpstreamFailedError
@@ -173,7 +173,7 @@ class UpstreamPool:
             models = await find_models(upstream)
             if upstream.model not in [model.name for model in models]:
                 raise UpstreamFailedError(
-                    f"serves {listed(models)} now instead of {upstream.model}"
+                    f"serves {join_names(models)} now instead of {upstream.model}"
                 )
             upstream.fault, upstream.slow_checks = None, 0
         except UpstreamFailedError as failure:

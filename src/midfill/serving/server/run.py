@@ -19,7 +19,7 @@ from midfill.engine.process.supervision import EngineProcess
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.formats import FimFormat
 from midfill.infill.window import WindowRule
-from midfill.methods.shelf import AllowedMethods
+from midfill.methods.resolver import AllowedMethods
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions

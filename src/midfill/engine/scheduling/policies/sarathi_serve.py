@@ -75,8 +75,8 @@ class SarathiServe:
         for place, sequence in enumerate(started):
             left = self._left_to_short(state, sequence.remaining, later[place + 1 :], len(decodes))
             tokens = self._chunk(state, sequence.remaining, rows + left)
-            if sequence.indivisible:
-                tokens = self._whole(state, sequence.indivisible, rows, len(decodes))
+            if sequence.atomic_tokens:
+                tokens = self._whole(state, sequence.atomic_tokens, rows, len(decodes))
             if tokens:
                 chunks.append(Chunk(sequence.sequence_id, tokens))
                 rows += tokens
@@ -147,8 +147,8 @@ class SarathiServe:
             tokens = self._chunk(state, remaining, rows + left)
             if left and not tokens:
                 tokens = 1  # admitted, it no longer keeps the others waiting
-            if sequence.indivisible:
-                tokens = self._whole(state, sequence.indivisible, rows, decodes)
+            if sequence.atomic_tokens:
+                tokens = self._whole(state, sequence.atomic_tokens, rows, decodes)
             if available < 0 or not tokens:
                 break
             if self.should_wait(state, sequence, cached.tokens, in_prefill):

@@ -9,29 +9,29 @@ from midfill.errors import InvalidRequestError, OptionError
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.registry import METHODS, MethodEntry
+from midfill.methods.resolver import AllowedMethods, MethodResolver
 from midfill.methods.served_model import ServedModel
-from midfill.methods.shelf import AllowedMethods, MethodShelf
 
 MODEL = ServedModel(config=CONFIG)
 
 
-def shelf(*names: str, default: str = "none") -> MethodShelf:
-    return MethodShelf(lambda: MODEL, AllowedMethods(names, default))
+def resolver(*names: str, default: str = "none") -> MethodResolver:
+    return MethodResolver(lambda: MODEL, AllowedMethods(names, default))
 
 
 def test_requests_may_use_what_is_allowed() -> None:
-    assert shelf("snapkv").find("snapkv:budget=64") == SnapKV(budget=64)
-    assert shelf("any").find("cake") == Cake()
-    assert shelf("any").find("none") is None
-    assert shelf("none", default="cake").find("none") is None
+    assert resolver("snapkv").find("snapkv:budget=64") == SnapKV(budget=64)
+    assert resolver("any").find("cake") == Cake()
+    assert resolver("any").find("none") is None
+    assert resolver("none", default="cake").find("none") is None
 
 
 def test_the_default_may_always_be_named_as_it_is() -> None:
-    one = shelf(default="cake:budget=100")
+    one = resolver(default="cake:budget=100")
     assert one.default == one.find("cake:budget=100") == Cake(budget=100)
     with pytest.raises(InvalidRequestError, match="may not use 'cake' here"):
         one.find("cake:budget=101")
-    assert shelf().find("none") is None
+    assert resolver().find("none") is None
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_default_may_always_be_named_as_it_is() -> None:
 )
 def test_other_methods_are_refused(allowed: tuple[str, ...], asked: str, error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error) as caught:
-        shelf(*allowed).find(asked)
+        resolver(*allowed).find(asked)
     assert caught.value.param == "method"
 
 
@@ -77,12 +77,12 @@ def test_methods_are_made_ready_for_the_model(monkeypatch: pytest.MonkeyPatch) -
     entry = MethodEntry("picky", "evict", "Picky", "nowhere", __name__, "ForOneModel")
     monkeypatch.setattr(MethodEntry, "load", lambda self: ForOneModel)
     monkeypatch.setitem(METHODS, "picky", entry)
-    found = shelf("picky").find("picky")
+    found = resolver("picky").find("picky")
     assert found == ForOneModel(ready=True)
-    assert shelf(default="picky").default == found
+    assert resolver(default="picky").default == found
     other = ServedModel(config=CONFIG, backend="torch")
     with pytest.raises(InvalidRequestError, match="needs the CPU kernels"):
-        MethodShelf(lambda: other, AllowedMethods(("any",))).find("picky")
+        MethodResolver(lambda: other, AllowedMethods(("any",))).find("picky")
 
 
 def test_a_default_that_does_not_suit_the_model_is_a_wrong_option(
@@ -93,11 +93,11 @@ def test_a_default_that_does_not_suit_the_model_is_a_wrong_option(
     monkeypatch.setitem(METHODS, "picky", entry)
     other = ServedModel(config=CONFIG, backend="torch")
     with pytest.raises(OptionError, match="--method picky: picky needs the CPU kernels"):
-        MethodShelf(lambda: other, AllowedMethods(default="picky"))
+        MethodResolver(lambda: other, AllowedMethods(default="picky"))
 
 
 def test_many_specifications_are_not_all_remembered() -> None:
-    one = shelf("cake")
+    one = resolver("cake")
     for budget in range(100, 300):
         assert one.find(f"cake:budget={budget}") == Cake(budget=budget)
     assert len(one._found) <= 64

@@ -1,4 +1,4 @@
-"""MethodShelf: the methods that one model's requests may use, made once and shared by them."""
+"""MethodResolver: the methods that one model's requests may use, made once and shared by them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class AllowedMethods:
         )
 
 
-class MethodShelf:
+class MethodResolver:
     """Finds methods by specification and makes them ready for one model.
 
     Args:
