@@ -390,13 +390,16 @@ class _Run:
                 request = InfillRequest(
                     prefix=other[:half],
                     suffix=other[half:],
-                    context=tuple(part),
+                    context_files=tuple(part),
                     tenant=f"{number}/{len(before)}",
                 )
                 before.append(encoder.infill(request))
             shuffled = files[1::2] + files[::2]
             request = InfillRequest(
-                prefix=hole.prefix, suffix=hole.suffix, context=tuple(shuffled), tenant=f"{number}"
+                prefix=hole.prefix,
+                suffix=hole.suffix,
+                context_files=tuple(shuffled),
+                tenant=f"{number}",
             )
             yield self._trial(FILES, hole, before, encoder.infill(request))
 

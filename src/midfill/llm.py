@@ -37,7 +37,7 @@ DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
 
 
 class InfillOptions(TypedDict, total=False):
-    """Options of ``LLM.infill``; ``InfillRequest`` documents each."""
+    """Options of ``LLM.infill``, see ``InfillRequest``; ``context`` is its ``context_files``."""
 
     layout: RequestedLayout
     document: str | None
@@ -443,7 +443,7 @@ def _infill_request(prefix: str, suffix: str, options: InfillOptions) -> InfillR
         layout=options.get("layout", "auto"),
         document=options.get("document"),
         window=options.get("window", "stable"),
-        context=tuple(options.get("context", ())),
+        context_files=tuple(options.get("context", ())),
         context_characters=options.get("context_characters"),
         open_line=options.get("open_line"),
         path=options.get("path", ""),

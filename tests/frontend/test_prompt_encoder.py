@@ -344,7 +344,7 @@ def test_context_precedes_the_document_and_changed_files_follow_unchanged_ones(
 ) -> None:
     def ask(*files: ContextFile) -> str:
         request = InfillRequest(
-            prefix="p = ", suffix="\n", context=files, path="d.py", layout="spm"
+            prefix="p = ", suffix="\n", context_files=files, path="d.py", layout="spm"
         )
         return checkpoint.tokenizer.decode(prompts.infill(request, healing=False).token_ids)
 
@@ -360,7 +360,7 @@ def test_files_that_fill_the_context_are_named_in_the_error(
 ) -> None:
     context = (ContextFile("ab" * length, "a.py"),)
     with pytest.raises(InvalidRequestError, match=r"^context") as raised:
-        prompts.infill(InfillRequest(prefix="a", suffix="b", context=context))
+        prompts.infill(InfillRequest(prefix="a", suffix="b", context_files=context))
     assert raised.value.param == "context"
     assert raised.value.code == "context_length_exceeded"
     prompts.infill(InfillRequest(prefix="a", suffix="b"))
@@ -397,7 +397,7 @@ def test_the_oldest_files_are_dropped_where_the_client_allows_it(
     names = "abcdefgh"
     context = tuple(ContextFile(f"{name} = 1\n", f"{name}.py") for name in names)
     each = len(checkpoint.tokenizer.encode("# a.py\na = 1\n")) + 1  # a separator is allowed for
-    request = InfillRequest(prefix="p = ", suffix="\n", context=context, snippets=True)
+    request = InfillRequest(prefix="p = ", suffix="\n", context_files=context, snippets=True)
     prompt = prompts.infill(request, healing=False)
     shown = checkpoint.tokenizer.decode(prompt.token_ids)
     kept = [name for name in names if f"{name} = 1" in shown]
@@ -410,7 +410,7 @@ def test_a_long_document_leaves_room_for_files_that_may_be_dropped(
 ) -> None:
     context = tuple(ContextFile(f"{name} = 1\n", f"{name}.py") for name in "abc")
     prefix = "".join(f"x{number} = {number}\n" for number in range(400))
-    prompt = prompts.infill(InfillRequest(prefix=prefix, context=context, snippets=True))
+    prompt = prompts.infill(InfillRequest(prefix=prefix, context_files=context, snippets=True))
     assert CONTEXT // 2 < len(prompt.token_ids) < CONTEXT
     assert prompt.report is not None
     assert prompt.report.window is not None
@@ -420,7 +420,7 @@ def test_a_long_document_leaves_room_for_files_that_may_be_dropped(
 def test_a_file_that_never_fits_is_dropped(prompts: PromptEncoder) -> None:
     for text in ("ab" * CONTEXT, "x" * 3_000_000):
         alone = prompts.infill(
-            InfillRequest(prefix="p = ", context=(ContextFile(text),), snippets=True)
+            InfillRequest(prefix="p = ", context_files=(ContextFile(text),), snippets=True)
         )
         assert alone.token_ids == prompts.infill(InfillRequest(prefix="p = ")).token_ids
 
@@ -432,8 +432,8 @@ def test_a_file_begins_after_one_separator_and_ends_with_the_next() -> None:
     format = FimFormat("made up", pre, suf, mid, repository=repository, file_separator=separator)
     files = [ContextFile("A = 1\n", "a.py"), ContextFile("B = 2\n", "b.py")]
     context = context_segments(format, files, path="d.py", repository="here")
-    segments, name = lay_out(format, "p = ", "\n", 0, context=context)
-    layout = PromptLayout(segments=segments, layout=name, context=context)
+    segments, name = lay_out(format, "p = ", "\n", 0, context_segments=context)
+    layout = PromptLayout(segments=segments, layout=name, context_segments=context)
     assert [one.text for one in segments[:8]] == [
         "R", "here\n", "F", "a.py\nA = 1\n", "F", "b.py\nB = 2\n", "F", "d.py\n",
     ]  # fmt: skip
@@ -452,7 +452,7 @@ def test_files_without_separators_are_found_by_their_texts(
     checkpoint = open_checkpoint(tiny_folder)
     prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 100)
     files = (ContextFile("A = 'ä'\n", "a.py"), ContextFile("B = 2\n", "b.py"))
-    prompt = prompts.infill(InfillRequest(prefix="p", suffix="q", context=files, path="d.py"))
+    prompt = prompts.infill(InfillRequest(prefix="p", suffix="q", context_files=files, path="d.py"))
     decode = checkpoint.tokenizer.decode
     texts = [decode(prompt.token_ids[a:b]) for a, b in itertools.pairwise(prompt.contexts)]
     assert texts == ["# a.py\nA = 'ä'\n", "# b.py\nB = 2\n"]

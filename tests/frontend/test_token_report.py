@@ -69,7 +69,7 @@ def test_texts_of_tokens_are_the_segments_text_whatever_characters_it_holds(
 
 def test_other_files_are_reported_as_context(prompts: PromptEncoder) -> None:
     other = ContextFile("LIMIT = 3\n", "limits.py")
-    found = report(prompts, InfillRequest(prefix="x = ", suffix="\n", context=(other,)))
+    found = report(prompts, InfillRequest(prefix="x = ", suffix="\n", context_files=(other,)))
     assert "LIMIT = 3" in shown(found, "context")
 
 

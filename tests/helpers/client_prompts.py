@@ -37,7 +37,7 @@ class ClientPrompt:
     stop: tuple[str, ...] = ()
     prefix: str = PREFIX
     suffix: str = SUFFIX
-    context: tuple[ContextFile, ...] = ()
+    context_files: tuple[ContextFile, ...] = ()
     path: str = ""
     repository: str = ""
 
@@ -93,7 +93,7 @@ _CONTINUE = [
         "<|repo_name|>work\n<|file_sep|>lib/one.py\nimport os\n<|file_sep|>two.py\nb = 2\n"
         f"<|file_sep|>src/main.py\n<|fim_prefix|>{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>",
         (*_QWEN_STOP, *_TEXT_STOP),
-        context=(ONE, TWO),
+        context_files=(ONE, TWO),
         path="src/main.py",
         repository="work",
     ),
@@ -101,7 +101,7 @@ _CONTINUE = [
         "continue starcoder and unknown models",
         f"<fim_prefix>{_CONTINUE_HEADER}\n{PREFIX}<fim_suffix>{SUFFIX}<fim_middle>",
         (*_STABLE_STOP, *_TEXT_STOP),
-        context=(ContextFile("import os\n", "one.py"),),
+        context_files=(ContextFile("import os\n", "one.py"),),
         path="src/main.py",
     ),
     ClientPrompt(
@@ -109,14 +109,14 @@ _CONTINUE = [
         "<file_sep>import os\n<file_sep>b = 2\n<file_sep>"
         f"<fim_prefix>{PREFIX}<fim_suffix>{SUFFIX}<fim_middle>",
         (*_STARCODER_STOP, "<file_sep>", "t.", "\nt"),
-        context=(ContextFile("import os\n"), ContextFile("b = 2\n")),
+        context_files=(ContextFile("import os\n"), ContextFile("b = 2\n")),
     ),
     ClientPrompt(
         "continue codestral",
         f"[SUFFIX]{SUFFIX}[PREFIX]+++++ lib/one.py \nimport os\n\n+++++ two.py \nb = 2\n\n"
         f"+++++ src/main.py\n{PREFIX}",
         ("[PREFIX]", "[SUFFIX]", "\n+++++ ", *_TEXT_STOP),
-        context=(ONE, TWO),
+        context_files=(ONE, TWO),
         path="src/main.py",
     ),
     ClientPrompt(
@@ -128,7 +128,7 @@ _CONTINUE = [
         "continue granite 4",
         f"<|fim_prefix|>{_CONTINUE_HEADER}\n{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>",
         ("<|end_of_text|>", *_QWEN_STOP[1:5]),
-        context=(ContextFile("import os\n", "one.py"),),
+        context_files=(ContextFile("import os\n", "one.py"),),
         path="src/main.py",
     ),
     ClientPrompt(
@@ -138,21 +138,21 @@ _CONTINUE = [
             *("<[end▁of▁sentence]>", "<[fim-prefix]>", "<[fim-middle]>", "<[fim-suffix]>"),
             *("<[PAD▁TOKEN]>", "<[SEP▁TOKEN]>", "<[begin▁of▁sentence]>"),
         ),
-        context=(ContextFile("import os\n", "one.py"),),
+        context_files=(ContextFile("import os\n", "one.py"),),
         path="src/main.py",
     ),
     ClientPrompt(
         "continue codellama",
         f"<PRE> {_CONTINUE_HEADER}\n{PREFIX} <SUF>{SUFFIX} <MID>",
         ("<PRE>", "<SUF>", "<MID>", "<EOT>"),
-        context=(ContextFile("import os\n", "one.py"),),
+        context_files=(ContextFile("import os\n", "one.py"),),
         path="src/main.py",
     ),
     ClientPrompt(
         "continue deepseek",
         f"<｜fim▁begin｜>{_CONTINUE_HEADER}\n{PREFIX}<｜fim▁hole｜>{SUFFIX}<｜fim▁end｜>",
         ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "//", "<｜end▁of▁sentence｜>"),
-        context=(ContextFile("import os\n", "one.py"),),
+        context_files=(ContextFile("import os\n", "one.py"),),
         path="src/main.py",
     ),
     ClientPrompt(
@@ -168,7 +168,7 @@ _CONTINUE = [
         "b = 2\n\n###PATH:main.py\n###LANGUAGE:Python\n###MODE:BLOCK\n"
         f"<|code_suffix|>{SUFFIX}<|code_prefix|>{PREFIX}<|code_middle|><|assistant|>\n",
         ("<|user|>", "<|endoftext|>"),
-        context=(ONE, TWO),
+        context_files=(ONE, TWO),
         path="main.py",
     ),
 ]
@@ -198,7 +198,7 @@ _TWINNY = [
         f"#{_TWINNY_FILE}\n\n[SUFFIX]{SUFFIX}[PREFIX]{_TWINNY_HEADER}{PREFIX}",
         ("[PREFIX]", "[SUFFIX]"),
         prefix=f"{_TWINNY_HEADER}{PREFIX}",
-        context=(ContextFile("import os\n", "/p/lib/one.py"),),
+        context_files=(ContextFile("import os\n", "/p/lib/one.py"),),
     ),
     ClientPrompt(
         "twinny codeqwen",
@@ -210,7 +210,7 @@ _TWINNY = [
         f"<|file_sep|>#{_TWINNY_FILE}\n\n<|file_sep|>{_TWINNY_HEADER}<|fim_prefix|>{PREFIX}"
         f"<|fim_suffix|>{SUFFIX}<|fim_middle|>",
         _QWEN_STOP,
-        context=(
+        context_files=(
             ContextFile(f"#{_TWINNY_FILE}\n"),
             ContextFile(f"{_TWINNY_HEADER.rstrip()}\n"),
         ),
@@ -236,7 +236,7 @@ _OTHERS = [
         "starcoder2's own, with a repository",
         "<repo_name>work<file_sep>lib/one.py\nimport os<file_sep>two.py\nb = 2<file_sep>"
         f"<fim_prefix>main.py\n{PREFIX}<fim_suffix>{SUFFIX}<fim_middle>",
-        context=(ONE, TWO),
+        context_files=(ONE, TWO),
         path="main.py",
         repository="work",
     ),
@@ -251,7 +251,7 @@ _OTHERS = [
         "granite code's own, with files",
         f"<reponame>work\n<filename>lib/one.py\nimport os\n<filename>main.py\n"
         f"<fim_prefix>{PREFIX}<fim_suffix>{SUFFIX}<fim_middle>",
-        context=(ONE,),
+        context_files=(ONE,),
         path="main.py",
         repository="work",
     ),
@@ -259,7 +259,7 @@ _OTHERS = [
         "codegemma's own, with files",
         f"<|file_separator|>lib/one.py\nimport os\n<|file_separator|>main.py\n"
         f"<|fim_prefix|>{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>",
-        context=(ONE,),
+        context_files=(ONE,),
         path="main.py",
     ),
     ClientPrompt(
@@ -283,7 +283,7 @@ MELLUM = ClientPrompt(
     "mellum's own",
     f"<filename>lib/one.py\nimport os\n<filename>main.py\n"
     f"<fim_suffix>{SUFFIX}<fim_prefix>{PREFIX}<fim_middle>",
-    context=(ONE,),
+    context_files=(ONE,),
     path="main.py",
 )
 

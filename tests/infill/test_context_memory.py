@@ -17,7 +17,7 @@ def request(tenant: str, round_number: int, files: int = 20) -> InfillRequest:
         prefix="a",
         suffix="b",
         tenant=tenant,
-        context=tuple(
+        context_files=tuple(
             ContextFile(f"x = {tenant}{round_number}{number}\n", f"{round_number}-{number}.py")
             for number in range(files)
         ),

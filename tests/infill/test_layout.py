@@ -59,10 +59,10 @@ def test_any_layout_in_psm_order_is_what_psm_would_send(
 ) -> None:
     context = (TextSegment("# other file", "context"),) if has_context else ()
     cut = min(cut, len(prefix))
-    segments, name = lay_out(PSM, prefix, suffix, cut, context=context)
+    segments, name = lay_out(PSM, prefix, suffix, cut, context_segments=context)
     found = in_psm_order(PSM, PromptLayout(segments=segments, layout=name, cut=cut))
     assert found is not None
-    expected, _ = lay_out(PSM, prefix, suffix, len(prefix), context=context)
+    expected, _ = lay_out(PSM, prefix, suffix, len(prefix), context_segments=context)
     assert by_role(found.segments) == by_role(expected)
     assert (found.layout, found.cut) == ("psm", len(prefix))
 

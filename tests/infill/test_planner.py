@@ -145,22 +145,24 @@ class TestSessions:
 
     def test_snippets_of_a_plugin_stay_while_their_document_is_cached(self) -> None:
         session = Session(Planner(PSM))
-        session.ask(TEXT[:3000], TEXT[3000:4000], context=(self.ONE,), snippets=True)
+        session.ask(TEXT[:3000], TEXT[3000:4000], context_files=(self.ONE,), snippets=True)
         typed = TEXT[:3000] + "ty"
         for offered in ((self.TWO, self.ONE), (self.TWO,), (), (self.ONE,)):
-            assert session.ask(typed, TEXT[3000:4000], context=offered, snippets=True) <= 2
+            assert session.ask(typed, TEXT[3000:4000], context_files=offered, snippets=True) <= 2
             assert session.layout.text_of("context").startswith("# one.py\none_0 = 0\n")
-        assert session.ask(typed, TEXT[3000:4000], context=(self.TWO,)) > 4000  # a user's own file
+        assert (
+            session.ask(typed, TEXT[3000:4000], context_files=(self.TWO,)) > 4000
+        )  # a user's own file
         assert session.layout.text_of("context").startswith("# two.py\n")
 
     def test_a_document_that_was_not_cached_shows_the_newest_snippets(self) -> None:
         session, other = Session(Planner(PSM)), TEXT.replace("value", "other")
         for number in range(40):  # what snippets may cost is a share of this
             session.ask(TEXT[: 9000 - 200 * number], TEXT[-4000:], snippets=True)
-        session.ask(other, "", context=(self.ONE,), snippets=True)
+        session.ask(other, "", context_files=(self.ONE,), snippets=True)
         assert session.layout.text_of("context").startswith("# one.py\n")
         third = TEXT.replace("value", "third")
-        session.ask(third, "", context=(self.TWO,), snippets=True)
+        session.ask(third, "", context_files=(self.TWO,), snippets=True)
         assert session.layout.text_of("context").startswith("# two.py\n")
 
     def test_announced_snippets_are_prepared_with_the_document_edited_last(self) -> None:
@@ -168,8 +170,8 @@ class TestSessions:
         for number in range(40):
             session.ask(TEXT[: 9000 - 200 * number], TEXT[-4000:], **options)
         prefix, suffix = TEXT[:2000], TEXT[3000:3500]
-        session.ask(prefix, suffix, context=(self.ONE,), **options)
-        announced = InfillRequest(prefix="", context=(self.ONE, self.TWO), snippets=True)
+        session.ask(prefix, suffix, context_files=(self.ONE,), **options)
+        announced = InfillRequest(prefix="", context_files=(self.ONE, self.TWO), snippets=True)
         expected = session.planner.expected_with_snippets(announced)
         assert expected is not None
         assert expected.planned_prefix == prefix
@@ -177,14 +179,17 @@ class TestSessions:
         session.planner.record_computed(expected)
         session.prompts.append(spelled(expected))
         assert session.planner.expected_with_snippets(announced) is None
-        assert session.ask(f"{prefix}ty", suffix, context=announced.context, **options) == 2
+        assert (
+            session.ask(f"{prefix}ty", suffix, context_files=announced.context_files, **options)
+            == 2
+        )
         assert "two_0 = 0" in spelled(session.layout)
 
     def test_announced_snippets_stand_alone_without_a_document(self) -> None:
         planner = Planner(PSM)
         planner.plan_and_record(InfillRequest(prefix=TEXT, tenant="other"))
         announced = InfillRequest(
-            prefix="", context=(ContextFile("one = 1\n", "a.py"),), snippets=True
+            prefix="", context_files=(ContextFile("one = 1\n", "a.py"),), snippets=True
         )
         expected = planner.expected_with_snippets(announced)
         assert expected is not None
@@ -210,7 +215,9 @@ class TestSessions:
                     for n in range(turn, turn + 4)
                 )
                 context = chunks if ring else ()
-                total += session.ask(text[:caret], text[caret:], context=context, snippets=True)
+                total += session.ask(
+                    text[:caret], text[caret:], context_files=context, snippets=True
+                )
                 shown.add(session.layout.text_of("context"))
             assert len(shown) > 2 * ring
             return total
@@ -240,10 +247,13 @@ class TestSessions:
     def test_a_changed_context_gives_up_the_cut(self) -> None:
         session = Session(Planner(REPOSITORY))
         fields = {"path": "b.py"}
-        session.ask(TEXT, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields)
+        session.ask(TEXT, TEXT, context_files=(ContextFile("x = 1\n", "a.py"),), **fields)
         typed = TEXT + "y = 2\n" * 100
-        assert session.ask(typed, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields) == 600
-        session.ask(typed, TEXT, context=(ContextFile("x = 2\n", "a.py"),), **fields)
+        assert (
+            session.ask(typed, TEXT, context_files=(ContextFile("x = 1\n", "a.py"),), **fields)
+            == 600
+        )
+        session.ask(typed, TEXT, context_files=(ContextFile("x = 2\n", "a.py"),), **fields)
         assert len(session.layout.text_of("increment")) < 464
 
 

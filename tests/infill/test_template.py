@@ -48,7 +48,7 @@ def own_format(name: str) -> FimFormat:
 def parts(filled: FilledTemplate | None) -> tuple[object, ...] | None:
     if filled is None:
         return None
-    return filled.prefix, filled.suffix, filled.context, filled.path, filled.repository
+    return filled.prefix, filled.suffix, filled.context_files, filled.path, filled.repository
 
 
 def spelled(layout: PromptLayout) -> str:
@@ -66,7 +66,7 @@ class TestClients:
     @pytest.mark.parametrize("format", [None, PSM, own_format("seed-coder")])
     def test_the_parts_are_found(self, one: ClientPrompt, format: FimFormat | None) -> None:
         found = parts(parse_template(one.prompt, format))
-        assert found == (one.prefix, one.suffix, one.context, one.path, one.repository)
+        assert found == (one.prefix, one.suffix, one.context_files, one.path, one.repository)
 
     def test_files_in_comments_end_with_the_documents_path(self) -> None:
         files = (
@@ -100,7 +100,7 @@ class TestClients:
         assert layout.template is not None
         assert layout.template in one.prompt
         context = layout.text_of("context")
-        for file in one.context:
+        for file in one.context_files:
             assert f"{file.path}\n{file.text}" in context if file.path else file.text in context
         assert one.path in context
         assert not any(token in spelled(layout) for token in sentinel_texts() - {"<s>"})
@@ -116,7 +116,7 @@ class TestClients:
         self, one: ClientPrompt, name: str
     ) -> None:
         found = parts(parse_template(one.prompt, own_format(name)))
-        assert found == (one.prefix, one.suffix, one.context, one.path, one.repository)
+        assert found == (one.prefix, one.suffix, one.context_files, one.path, one.repository)
 
     def test_the_known_sentinels_hold_what_the_clients_send_as_stops(self) -> None:
         texts = {"/src/", "#- coding: utf-8", "```", "</fim_middle>", "</code>", "<END>"}
@@ -255,7 +255,7 @@ class TestFiles:
 
     def test_files_of_the_request_join_those_of_the_template(self) -> None:
         request = InfillRequest(
-            prefix="<F>x.py\nx\n<F>y.py\n<P>a<S><M>", raw=True, context=(ONE,), path="z.py"
+            prefix="<F>x.py\nx\n<F>y.py\n<P>a<S><M>", raw=True, context_files=(ONE,), path="z.py"
         )
         context = Planner(PSM).plan_and_record(request).text_of("context")
         assert context == "lib/one.py\nimport os\nx.py\nx\nz.py\n"
@@ -281,7 +281,7 @@ class TestFiles:
         filled = parse_template(f"<F>{first}\nx = 1\n<F>d.py\n<P>a<S><M>", PSM)
         assert filled is not None
         text = "x = 1\n" if path else f"{first}\nx = 1\n"
-        assert filled.context == (ContextFile(text, path),)
+        assert filled.context_files == (ContextFile(text, path),)
 
 
 texts = st.text(alphabet="ab<>PSM\n", max_size=12)

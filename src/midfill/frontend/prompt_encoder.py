@@ -199,7 +199,7 @@ class PromptEncoder:
         if request.snippets:
             request = self._with_fitting(request)
         self._limit.check_characters(
-            sum(len(file.path) + len(file.text) for file in request.context), "context"
+            sum(len(file.path) + len(file.text) for file in request.context_files), "context"
         )
         self._limit.check_characters(len(request.path) + len(request.repository), "path")
         if request.raw or request.window == "as-sent":
@@ -247,9 +247,9 @@ class PromptEncoder:
         for _ in range(_MAX_SHRINKS):
             layout = self._planner.plan_and_record(request, limit)
             parts = self._layouts.encode_parts(layout)
-            context = context_tokens(layout, parts)
-            tokens = sum(map(len, parts)) - context
-            room = self.context - (context if request.snippets else 0)
+            file_tokens = count_file_tokens(layout, parts)
+            tokens = sum(map(len, parts)) - file_tokens
+            room = self.context - (file_tokens if request.snippets else 0)
             most = room - int(_ANSWER_SHARE * room)
             if tokens < most or layout.layout == "verbatim" or request.window == "as-sent":
                 break
@@ -339,9 +339,9 @@ class PromptEncoder:
 
     def _with_fitting(self, request: InfillRequest) -> InfillRequest:
         """Return the request with as many of its snippets as are shown and fit."""
-        files = self._planner.newest_context(request)
+        files = self._planner.newest_files(request)
         files = self._fitting.choose_and_record(files, request.tenant)
-        return dataclasses.replace(request, context=files)
+        return dataclasses.replace(request, context_files=files)
 
     def _expected(self, layout: PromptLayout | None) -> Prompt | None:
         ids = [] if layout is None else self._layouts.encode(layout)
@@ -495,12 +495,12 @@ class ContextLimit:
             layout: the layout.
             parts: the ids of its parts, as of ``LayoutEncoder.encode_parts``.
         """
-        tokens, extra = sum(map(len, parts)), context_tokens(layout, parts)
+        tokens, extra = sum(map(len, parts)), count_file_tokens(layout, parts)
         too_long = "context" if extra and tokens - extra < self.context else "prompt"
         self.check_tokens(tokens, too_long)
 
 
-def context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int:
+def count_file_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int:
     """Return how many of a layout's tokens show other files; ``parts`` as in ``check_layout``."""
     return sum(
         len(part)

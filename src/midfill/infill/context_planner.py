@@ -77,7 +77,7 @@ class ContextPlanner:
         limit = request.context_characters
         if limit is None and request.snippets:
             limit = self._snippet_characters
-        return request.context if limit is None else newest(request.context, limit)
+        return request.context_files if limit is None else newest(request.context_files, limit)
 
     def order_and_record(self, request: InfillRequest) -> tuple[Segment, ...]:
         """Return the context as the request has it; snippets, too."""
@@ -104,7 +104,7 @@ class ContextPlanner:
             return self.order_and_record(request)
         account, snippets, cached = self._account(document.tenant), document.snippets, 0
         prefix, suffix, standing = shown.prefix, shown.suffix, snippets.standing
-        if document.context == self._segments(standing, document.heading):
+        if document.context_segments == self._segments(standing, document.heading):
             cached = cached_characters(document.cuts.prompts, prefix, suffix)
         was_cached = cached_characters(document.lost, prefix, suffix)
         account.record_prompt(len(prefix) + len(suffix), cached, was_cached)
@@ -121,7 +121,9 @@ class ContextPlanner:
             document: the document.
             prompt: what would be prepared of it, or its last one.
         """
-        if document.context != self._segments(document.snippets.standing, document.heading):
+        if document.context_segments != self._segments(
+            document.snippets.standing, document.heading
+        ):
             return None
         cached = cached_characters(document.cuts.prompts, prompt.prefix, prompt.suffix)
         files = document.snippets.prepare(self._account(document.tenant), cached)
@@ -130,7 +132,7 @@ class ContextPlanner:
     def record_computed(self, document: Document, layout: PromptLayout) -> None:
         """Record that a document's prepared layout is in the engine's cache now."""
         files = document.snippets.preparing
-        if files is not None and layout.context == self._segments(files, document.heading):
+        if files is not None and layout.context_segments == self._segments(files, document.heading):
             document.snippets.record_computed(self._account(document.tenant))
             document.lost = tuple(document.cuts.prompts)
 

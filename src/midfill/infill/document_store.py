@@ -76,7 +76,7 @@ class Document:
         view: its text and the part of it that goes into prompts.
         cuts: how its prompts were cut.
         fixed_head: text before the suffix in the fixed layout "efim"; None before its first use.
-        context: the segments its last prompt began with.
+        context_segments: the segments its last prompt began with.
         snippets: those it shows, and those it was last sent with.
         lost: prompts that were in the cache until its snippets changed.
         heading: BOS, path and repository of its last request.
@@ -89,7 +89,7 @@ class Document:
     view: View
     cuts: CutHistory
     fixed_head: str | None = None
-    context: tuple[Segment, ...] = ()
+    context_segments: tuple[Segment, ...] = ()
     snippets: DocumentSnippets = field(default_factory=DocumentSnippets)
     lost: tuple[CachedPrompt, ...] = ()
     heading: Heading = field(default_factory=Heading)
@@ -101,7 +101,7 @@ class Document:
         texts = [self.view.text, self.view.header, self.name or "", self.fixed_head or ""]
         texts += self.cuts.texts()
         texts += self.windows.texts()
-        texts += (segment.text for segment in self.context)
+        texts += (segment.text for segment in self.context_segments)
         files = self.snippets.files()
         texts += (
             text for prompt in self.lost for text in (prompt.head, prompt.suffix, *prompt.fragments)
@@ -116,7 +116,7 @@ class Document:
             + _TEXT_BYTES * len(distinct)
             + _PROMPT_BYTES * len(prompts)
             + _FRAGMENT_BYTES * fragments
-            + _SEGMENT_BYTES * (len(self.context) + len(files))
+            + _SEGMENT_BYTES * (len(self.context_segments) + len(files))
             + _START_BYTES * len(self.windows)
         )
 

@@ -46,7 +46,7 @@ class PromptLayout:
             a prefix with a suffix, or a raw prompt.
         line_break: begins the suffix though the client didn't send it, and has to end every answer
             that isn't blank, see ``opened_line_break``; often nothing.
-        context: those of the segments that show other files.
+        context_segments: those of the segments that show other files.
     """
 
     segments: tuple[Segment, ...]
@@ -56,7 +56,7 @@ class PromptLayout:
     stop_token_ids: tuple[int, ...] = ()
     template: str | None = None
     line_break: str = ""
-    context: tuple[Segment, ...] = ()
+    context_segments: tuple[Segment, ...] = ()
 
     def text_of(self, *roles: Role) -> str:
         """Return the text of all segments with one of these roles, joined."""
@@ -84,7 +84,7 @@ def lay_out(
     cut: int,
     *,
     fragments: Sequence[str] | None = None,
-    context: Sequence[Segment] = (),
+    context_segments: Sequence[Segment] = (),
 ) -> tuple[tuple[Segment, ...], LayoutName]:
     """Return the segments of a prompt and the name of its layout.
 
@@ -97,9 +97,11 @@ def lay_out(
         cut: characters of the prefix before the suffix, 0 to len(prefix).
         fragments: the increment prefix[cut:] in parts that are tokenised separately; None is one
             part.
-        context: segments of ``midfill.infill.context_files``.
+        context_segments: segments of ``midfill.infill.context_files``.
     """
-    before, inside = (context, ()) if format.file_separator is not None else ((), context)
+    before, inside = (
+        (context_segments, ()) if format.file_separator is not None else ((), context_segments)
+    )
     segments: list[Segment | None]
     if format.order == "spm":
         head = [*inside, _text(prefix, "prefix"), format.middle]

@@ -140,10 +140,14 @@ class Planner:
             return None
         expected = self._expected_prompt(found)
         prompt = expected or self._cut_anew(found)
-        context = None if prompt is None else self._contexts.prepare(found, prompt)
-        if prompt is None or (expected is None and context is None):
+        context_segments = None if prompt is None else self._contexts.prepare(found, prompt)
+        if prompt is None or (expected is None and context_segments is None):
             return None
-        return self._laid_out(prompt, found.id, found.context if context is None else context)
+        return self._laid_out(
+            prompt,
+            found.id,
+            found.context_segments if context_segments is None else context_segments,
+        )
 
     def _expected_prompt(self, found: Document) -> CachedPrompt | None:
         """Return the prompt that a document will need soon, None if its last one will do."""
@@ -189,10 +193,14 @@ class Planner:
             found.snippets.offered = offered
             self._documents.record(found)
             return self.expected_layout(found.id)
-        context = self._contexts.prepare_alone(request.tenant, offered)
-        return None if context is None else self._laid_out(CachedPrompt("", ""), None, context)
+        context_segments = self._contexts.prepare_alone(request.tenant, offered)
+        return (
+            None
+            if context_segments is None
+            else self._laid_out(CachedPrompt("", ""), None, context_segments)
+        )
 
-    def newest_context(self, request: InfillRequest) -> Snippets:
+    def newest_files(self, request: InfillRequest) -> Snippets:
         """Return as much of a request's other files as may be shown of them."""
         return self._contexts.newest(request)
 
@@ -202,7 +210,7 @@ class Planner:
         if found is not None:
             prefix = layout.planned_prefix
             self._contexts.record_computed(found, layout)
-            self._record_context(found, layout.context)
+            self._record_context_segments(found, layout.context_segments)
             found.cuts.record_prompt(prefix, layout.planned_suffix, layout.cut)
             found.windows.record_computed(found.view, prefix)
             self._documents.record(found)
@@ -231,14 +239,14 @@ class Planner:
                 rule = rule if window_limit is None else rule.limited(window_limit)
                 start, end = rule.place(text, caret)
                 prefix, suffix = text[start:caret], text[caret:end]
-            context = self._contexts.order_and_record(request)
+            context_segments = self._contexts.order_and_record(request)
             cut = len(prefix) if request.layout == "psm" else 0
-            return self._laid_out(CachedPrompt.cut_at(cut, prefix, suffix), None, context)
+            return self._laid_out(CachedPrompt.cut_at(cut, prefix, suffix), None, context_segments)
         document = self._record_text(request)
         shown = self._show(document, rule, window_limit)
         prefix, suffix = shown.prefix, shown.suffix
-        context = self._contexts.choose_and_record(document, request, shown)
-        self._record_context(document, context)
+        context_segments = self._contexts.choose_and_record(document, request, shown)
+        self._record_context_segments(document, context_segments)
         if request.layout == "efim":
             head = document.fixed_head
             if head is None or not prefix.startswith(head):
@@ -251,7 +259,7 @@ class Planner:
                 document.cuts.record_prompt(prefix, suffix, cut=0)
             prompt = CachedPrompt(prefix, suffix)
         self._documents.record(document)
-        return self._laid_out(prompt, document.id, context)
+        return self._laid_out(prompt, document.id, context_segments)
 
     def _window_rule(self, request: InfillRequest) -> WindowRule | None:
         """Return how much of the request's text to show; None shows all of it."""
@@ -286,14 +294,16 @@ class Planner:
             document.view = updated_view(document.view, at, prefix, suffix, max_characters=limit)
         return document
 
-    def _record_context(self, document: Document, context: tuple[Segment, ...]) -> None:
+    def _record_context_segments(
+        self, document: Document, context_segments: tuple[Segment, ...]
+    ) -> None:
         """Record what a document's prompt begins with; nothing cached begins with another one."""
-        if document.context != context:
-            document.context = context
+        if document.context_segments != context_segments:
+            document.context_segments = context_segments
             document.cuts.prompts.clear()
 
     def _laid_out(
-        self, prompt: CachedPrompt, document: str | None, context: tuple[Segment, ...]
+        self, prompt: CachedPrompt, document: str | None, context_segments: tuple[Segment, ...]
     ) -> PromptLayout:
         prefix, cut = prompt.prefix, len(prompt.head)
         if self._format is None:
@@ -307,7 +317,7 @@ class Planner:
             prompt.suffix,
             cut,
             fragments=prompt.fragments if self._options.fragments else None,
-            context=context,
+            context_segments=context_segments,
         )
         return PromptLayout(
             segments=segments,
@@ -315,7 +325,7 @@ class Planner:
             cut=len(prefix) if self._format.order == "spm" else cut,
             document=document,
             stop_token_ids=self._format.stop_token_ids,
-            context=context,
+            context_segments=context_segments,
         )
 
     def _check(self, request: InfillRequest) -> None:
@@ -326,7 +336,9 @@ class Planner:
             )
         self._check_text(request.prefix, "prompt")
         self._check_text(request.suffix, "suffix")
-        self._check_text("\n".join(file.path + file.text for file in request.context), "context")
+        self._check_text(
+            "\n".join(file.path + file.text for file in request.context_files), "context"
+        )
         self._check_text(request.path + request.repository, "path")
 
     def _check_text(self, text: str, field: str) -> None:

@@ -29,11 +29,11 @@ class InfillRequest:
         window: how much of a long text to show the model. "stable" takes the planner's own rule; a
             rule takes its place. Edges stay where they were while the caret is near, also with
             text that the same tenant sent before. "as-sent" shows exactly what was sent.
-        context: other files to show the model; the planner orders them.
-        snippets: whether the context is what the client's program has chosen by itself: hints, of
+        context_files: other files to show the model; the planner orders them.
+        snippets: whether the files are what the client's program has chosen by itself: hints, of
             which as much is shown as the model profits from, and which may be shown later or not
             at all, see ``context_files``. Otherwise all of it is shown now, or the request refused.
-        context_characters: at most so many characters of the context are shown, the last ones;
+        context_characters: at most so many characters of the files are shown, the last ones;
             None leaves that to the planner if they are snippets.
         open_line: answer a caret at the start of a line that has text as on an empty line above it,
             see ``opened_line_break``; None does what the model needs.
@@ -51,7 +51,7 @@ class InfillRequest:
     document: str | None = None
     tenant: str = ""
     window: WindowMode | WindowRule = "stable"
-    context: tuple[ContextFile, ...] = ()
+    context_files: tuple[ContextFile, ...] = ()
     snippets: bool = False
     context_characters: int | None = None
     open_line: bool | None = None

@@ -103,7 +103,7 @@ class FilledTemplate:
         bos: the BOS token before that, "" if there is none.
         prefix: all text before the caret: what followed PRE, then what followed MID.
         suffix: text after the caret.
-        context, path, repository: the files it shows, see ``InfillRequest``.
+        context_files, path, repository: the files it shows, see ``InfillRequest``.
         is_own: whether the sentinels are those of the served model.
     """
 
@@ -111,7 +111,7 @@ class FilledTemplate:
     bos: str
     prefix: str
     suffix: str
-    context: tuple[ContextFile, ...] = ()
+    context_files: tuple[ContextFile, ...] = ()
     path: str = ""
     repository: str = ""
     is_own: bool = False
@@ -135,8 +135,8 @@ def read_template(request: InfillRequest, format: FimFormat | None) -> InfillReq
         prefix=filled.prefix,
         suffix=filled.suffix,
         raw=False,
-        context=(*request.context, *filled.context),
-        snippets=not request.context,
+        context_files=(*request.context_files, *filled.context_files),
+        snippets=not request.context_files,
         path=request.path or filled.path,
         repository=request.repository or filled.repository,
         template=filled.sentinel,
@@ -197,7 +197,7 @@ def _parse(prompt: str, spelling: Spelling, order: Order) -> FilledTemplate | No
         files.bos,
         prefix + tail,
         suffix,
-        (*files.context, *inside.context),
+        (*files.context_files, *inside.context_files),
         inside.path or files.path,
         inside.repository or files.repository,
     )
@@ -322,7 +322,7 @@ class LeadingFiles:
 
     Attributes:
         bos: the BOS token at its beginning; "" if there is none.
-        context: other files.
+        context_files: other files.
         path: the document's own path; "" if unknown.
         repository: the repository's name; "" if unknown.
         ends_open: whether it ends with a separator that no path follows.
@@ -330,7 +330,7 @@ class LeadingFiles:
     """
 
     bos: str = ""
-    context: tuple[ContextFile, ...] = ()
+    context_files: tuple[ContextFile, ...] = ()
     path: str = ""
     repository: str = ""
     ends_open: bool = False
@@ -463,8 +463,8 @@ def _split_comments(prefix: str) -> tuple[LeadingFiles, str] | None:
         if line.startswith("Path: "):
             files.append((line.removeprefix("Path: ").strip(), []))
         elif _FILE_NAME.fullmatch(line) and _belongs(line, files):
-            context = _context_files((path, "\n".join(lines)) for path, lines in files)
-            return LeadingFiles("", context, line), prefix[at:]
+            shown = _context_files((path, "\n".join(lines)) for path, lines in files)
+            return LeadingFiles("", shown, line), prefix[at:]
         else:
             files[-1][1].append(line)
     return None

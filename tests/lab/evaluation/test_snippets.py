@@ -74,9 +74,9 @@ def test_conditions_differ_in_their_snippets_alone() -> None:
         assert isinstance(request, InfillRequest)
         requests.append(request)
     none, some, every = requests
-    assert none.context == ()
-    assert 0 < sum(len(file.text) for file in some.context) <= 900
-    assert every.context == problem.snippets
+    assert none.context_files == ()
+    assert 0 < sum(len(file.text) for file in some.context_files) <= 900
+    assert every.context_files == problem.snippets
     assert none.prefix == some.prefix == every.prefix
     assert none.suffix == some.suffix == every.suffix
     assert len({request.tenant for request in requests}) == 3

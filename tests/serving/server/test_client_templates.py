@@ -56,7 +56,7 @@ def test_a_template_is_answered_as_prefix_and_suffix_are(
         assert response.status_code == 200, response.text
         return response.json()  # type: ignore[no-any-return]
 
-    context = [{"path": file.path, "text": file.text} for file in one.context]
+    context = [{"path": file.path, "text": file.text} for file in one.context_files]
     fields = {"context": context, "path": one.path, "repository": one.repository}
     expected = complete(prompt=one.prefix, suffix=one.suffix, midfill=fields)
     answer = complete(prompt=one.prompt, stop=list(one.stop))

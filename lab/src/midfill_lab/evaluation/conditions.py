@@ -165,7 +165,7 @@ def make_prompt(
             suffix=suffix,
             tenant=f"{problem.id} {condition.name}",
             window="as-sent",
-            context=newest(problem.snippets, condition.snippets),
+            context_files=newest(problem.snippets, condition.snippets),
         )
     if condition.suffix == "planner":
         return InfillRequest(prefix=prefix, suffix=suffix, tenant=problem.id, window="as-sent")

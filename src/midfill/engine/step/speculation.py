@@ -102,15 +102,15 @@ class Speculation:
         plan = self._policy.add_drafts(state, plan, probabilities, step_seconds, max_tokens)
         return plan, drafts
 
-    def record_step(self, rows: int, context: float, seconds: float) -> None:
+    def record_step(self, rows: int, keys: float, seconds: float) -> None:
         """Learn from the time that a step took.
 
         Args:
             rows: tokens that went through the model.
-            context: tokens that a row attended to, on average.
+            keys: that a row attended to, on average.
             seconds: forward pass and sampling.
         """
-        self._step_cost.observe(rows, context, seconds)
+        self._step_cost.observe(rows, keys, seconds)
 
     def record_verification(self, scheduled: ScheduledSequence, token_ids: SequenceOf[int]) -> None:
         """Learn from the comparison of a proposed draft with the tokens that were sampled.

@@ -39,7 +39,7 @@ from midfill.methods.sequence_method import (
 from midfill.runners.forward.attention import AttentionPlan, KeyPart
 from midfill.runners.forward.runner import Runner
 
-_MAX_PLACES = 1024
+_MAX_ENTRIES = 1024
 
 
 class ParallelContexts(SequenceMethod):
@@ -61,7 +61,7 @@ class ParallelContexts(SequenceMethod):
         method: ParallelMethod,
         bounds: SequenceOf[int],
         name: str = "",
-        places: "ContextPlaces | None" = None,
+        index: "ContextIndex | None" = None,
     ) -> None:
         """Begin with nothing copied.
 
@@ -70,13 +70,13 @@ class ParallelContexts(SequenceMethod):
             bounds: at least two. Where nothing comes before the first context, its first token is
                 the shared prefix.
             name: how requests name the method.
-            places: where contexts are cached; None copies none.
+            index: where contexts are cached; None copies none.
         """
         self.name = name
         self.method = method
         self.bounds = tuple(sorted({max(bound, 1) for bound in bounds}))
         self.copied: dict[int, int] = {}
-        self._places = places
+        self._index = index
         self._longest = max(end - start for start, end in pairwise(self.bounds))
         self._divided: _DividedPrefix | None = None
 
@@ -105,7 +105,7 @@ class ParallelContexts(SequenceMethod):
 
     def fork(self) -> "ParallelContexts":
         """Return the contexts of another answer to the same prompt."""
-        return ParallelContexts(self.method, self.bounds, self.name, self._places)
+        return ParallelContexts(self.method, self.bounds, self.name, self._index)
 
     def root(self, tenant: str) -> CacheRoot:
         """See ``SequenceMethod``."""
@@ -123,8 +123,8 @@ class ParallelContexts(SequenceMethod):
         """See ``SequenceMethod``: copy the KV of contexts that are cached elsewhere."""
         assert sequence.kv is not None
         copied = 0
-        if self._places is not None:
-            copied = self._places.copy(
+        if self._index is not None:
+            copied = self._index.copy(
                 self, self.root(sequence.tenant), sequence.tokens, sequence.kv, sequence.computed
             )
         return Admitted(self.skip(sequence.computed), copied)
@@ -134,9 +134,9 @@ class ParallelContexts(SequenceMethod):
         computed = sequence.computed
         if computed <= self.end:
             computed = self.skip(computed)
-        if self._places is not None and computed <= sequence.prompt_length:
+        if self._index is not None and computed <= sequence.prompt_length:
             root = self.root(sequence.tenant)
-            self._places.record(self, root, sequence.tokens, computed)
+            self._index.record(self, root, sequence.tokens, computed)
         return computed
 
     def chunk_end(self, computed: int) -> int | None:
@@ -219,7 +219,7 @@ def _divide(prefix: CompressedPrefix, first: int, end: int) -> _DividedPrefix:
     return _DividedPrefix(prefix, prefix.index.take(inside), prefix.index.take(~inside))
 
 
-class _Place(NamedTuple):
+class _IndexEntry(NamedTuple):
     """Where a context's KV may be cached.
 
     Attributes:
@@ -231,7 +231,7 @@ class _Place(NamedTuple):
     start: int
 
 
-class ContextPlaces:
+class ContextIndex:
     """Where contexts were computed last, of all tenants; the oldest are forgotten.
 
     Args:
@@ -242,7 +242,7 @@ class ContextPlaces:
     def __init__(self, runner: Runner, pool: KVPool) -> None:
         self._cache, self._cells, self._slots = pool.cache, runner.cells, runner.slots
         self._heads = runner.config.layers * runner.config.kv_heads
-        self._places: OrderedDict[tuple[CacheRoot, bytes], _Place] = OrderedDict()
+        self._entries: OrderedDict[tuple[CacheRoot, bytes], _IndexEntry] = OrderedDict()
 
     def copy(
         self,
@@ -289,20 +289,20 @@ class ContextPlaces:
             # The last token separates it from what follows, and may be another one elsewhere.
             for stop in (end, end - 1):
                 digest = _digest(tokens[: contexts.first], tokens[start:stop])
-                self._places[root, digest] = _Place(keys[:stop], start)
-                self._places.move_to_end((root, digest))
-        while len(self._places) > _MAX_PLACES:
-            self._places.popitem(last=False)
+                self._entries[root, digest] = _IndexEntry(keys[:stop], start)
+                self._entries.move_to_end((root, digest))
+        while len(self._entries) > _MAX_ENTRIES:
+            self._entries.popitem(last=False)
 
     def _find(self, root: CacheRoot, prefix: Int32Array, context: Int32Array) -> Int32Array:
         """Return the slots of a context's first tokens: all, all but the last, or none."""
         for count in (len(context), len(context) - 1):
-            place = self._places.get((root, _digest(prefix, context[:count])))
-            if place is None or not count:
+            entry = self._entries.get((root, _digest(prefix, context[:count])))
+            if entry is None or not count:
                 continue
-            slots = self._cache.find(root, place.keys)
-            if len(slots) == len(place.keys):
-                return slots[place.start :]
+            slots = self._cache.find(root, entry.keys)
+            if len(slots) == len(entry.keys):
+                return slots[entry.start :]
         return np.zeros(0, np.int32)
 
 
@@ -310,7 +310,7 @@ class ContextKind(PlainLengths):
     """Puts methods to work that compute files apart from each other."""
 
     def __init__(self, runner: Runner, pool: KVPool) -> None:
-        self._places = ContextPlaces(runner, pool)
+        self._index = ContextIndex(runner, pool)
 
     def attach(
         self, name: str, method: object, request: RequestFacts, sequence: SequenceView
@@ -319,7 +319,7 @@ class ContextKind(PlainLengths):
         if not isinstance(method, ParallelMethod) or len(request.contexts) < 2:
             return None
         _check(request)
-        return ParallelContexts(method, request.contexts, name, self._places)
+        return ParallelContexts(method, request.contexts, name, self._index)
 
     def max_length(self, methods: SequenceOf[object], request: RequestFacts, most: int) -> int:
         """See ``MethodKind.max_length``: files share positions."""

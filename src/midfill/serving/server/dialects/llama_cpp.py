@@ -243,7 +243,7 @@ class InfillBody(LlamaCppFields, kw_only=True):
             prefix=self.input_prefix + (self.prompt or ""),
             suffix=self.input_suffix,
             tenant=tenant,
-            context=tuple(ContextFile(entry.text, entry.filename or "") for entry in extra),
+            context_files=tuple(ContextFile(entry.text, entry.filename or "") for entry in extra),
             snippets=True,
         )
 

@@ -175,7 +175,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     segments: Segments | None = None  # instead of a prompt: the request is Tabby's
     mode: str | None = None  # Tabby's
 
-    def context(self) -> tuple[ContextFile, ...]:
+    def context_files(self) -> tuple[ContextFile, ...]:
         """Return the other files to show the model, in either spelling."""
         extra = [ContextFile(entry.text, entry.filename or "") for entry in self.input_extra or ()]
         own = self.midfill.context if self.midfill is not None else None
@@ -346,7 +346,7 @@ def _prompt_source(
             document=fields.document,
             tenant=tenant,
             window=window.rule(default_window) if isinstance(window, WindowFields) else window,
-            context=body.context(),
+            context_files=body.context_files(),
             context_characters=_checked_characters(fields.context_characters),
             open_line=fields.open_line,
             path=fields.path or "",
@@ -385,7 +385,7 @@ def _field_names(body: CompletionRequest) -> dict[str, str]:
     """
     fields = body.midfill or MidfillFields()
     context = "input_extra" if body.input_extra else "midfill.context"
-    count = len(body.context())
+    count = len(body.context_files())
     if count > _MAX_CONTEXT_FILES:
         raise InvalidRequestError(
             f"{context} holds {count} files; at most {_MAX_CONTEXT_FILES} are accepted",
