@@ -216,19 +216,6 @@ def test_matrices_of_several_kinds_lie_one_below_the_other() -> None:
     np.testing.assert_array_equal(apply(weights, x), np.concatenate(each, axis=1))
 
 
-@pytest.mark.parametrize(("panels", "threads"), [(1, 1), (3, 4), (18, 2), (4748, 2), (100, 7)])
-def test_claims_cover_every_panel_once_and_end_with_single_ones(panels: int, threads: int) -> None:
-    claims, taken = [], 0
-    while taken < panels:
-        first, end = kernels._claimed_panels(len(claims), panels, threads)
-        assert first == taken
-        claims.append(end - first)
-        taken = end
-    assert claims == sorted(claims, reverse=True)
-    assert claims[-1] == 1
-    assert kernels._claimed_panels(len(claims), panels, threads)[0] >= panels
-
-
 def test_threads_share_the_panels_and_every_panel_is_computed() -> None:
     weights = matrix("q4_1", 320, 64)
     x = np.random.default_rng(5).normal(size=(5, 64)).astype(np.float32)

@@ -1,7 +1,8 @@
 """Linear layers over packed weights, shared among the threads panel by panel.
 
-``linear`` and ``gated_linear`` are one phase each: every thread calls them, claims panels until
-none is left, and returns without waiting. The caller ends the phase with a barrier.
+``linear`` and ``gated_linear`` are one phase each: every thread calls them, takes runs of panels
+until none is left (work_stealing.py), and returns without waiting. The caller ends the phase with
+a barrier.
 """
 
 from typing import Any, NamedTuple
@@ -37,9 +38,10 @@ from midfill.kernels.cpu.simd import (
     store,
     subtract,
 )
-from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
+from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import MAX_TABLE_ROWS, PREFETCH
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat
+from midfill.kernels.cpu.work_stealing import next_run
 
 _F32 = int(WeightFormat.F32)
 
@@ -159,21 +161,6 @@ def _multiply_panel(
     )  # fmt: skip
 
 
-@kernel
-def _claimed_panels(claim: int, panels: int, threads: int) -> tuple[int, int]:
-    """Return the first panel of a claim of that number, and the end.
-
-    The first claims are long runs, which stream well; each takes a part of what is left. The last
-    ones are single panels, so that the threads end at about the same time.
-    """
-    first: Any = np.int64(0)
-    size: Any = np.int64(0)
-    for _ in range(claim + 1):
-        first += size
-        size = max(1, (panels - first) // (2 * threads))
-    return first, min(first + size, panels)
-
-
 @optimized_first
 @kernel
 def linear(
@@ -196,11 +183,12 @@ def linear(
     products = tiling.products
     prefetch: Any = np.int64(tiling.rows[PREFETCH])
     on_amx = False
+    turn = 0
     while True:
-        claim = take_work(context.sync, 1)
-        first, end = _claimed_panels(claim, panels, context.threads)
+        first, end = next_run(context, turn, panels)
         if first >= panels:
             break
+        turn += 1
         for panel in range(first, end):
             row = number = 0
             while row < out.rows:
@@ -268,11 +256,12 @@ def gated_linear(
     prefetch: Any = np.int64(tiling.rows[PREFETCH])
     first_half = 0 if weights.gated else 1
     on_amx = False
+    turn = 0
     while True:
-        claim = take_work(context.sync, 1)
-        first, end = _claimed_panels(claim, panels, context.threads)
+        first, end = next_run(context, turn, panels)
         if first >= panels:
             break
+        turn += 1
         for panel in range(first, end):
             row = number = 0
             while row < rows:

@@ -40,8 +40,9 @@ ARGUMENTS, RUN, REFUSED = 80, 81, 82
 """Indices into the pool's ``sync``: the arguments' address, the run's number, and whether the
 kernel did nothing because waiting workers had come with arguments of other types."""
 WORKER_SLOTS = 96
-"""Index from which on every thread has 16 integers of its own, at those offsets:"""
-_STATE, _FINISHED, _SIGNATURE = 0, 1, 2
+"""Index from which on every thread has 16 integers of its own, at the following offsets."""
+_STATE, _FINISHED, _SIGNATURE, CLAIMS = 0, 1, 2, 8
+"""CLAIMS, on a cache line of its own, belongs to work_stealing.py."""
 
 AWAY, WAITING, CLAIMED, GO, LEAVE = range(5)
 """States of a worker: not on standby; on standby; told to wait for ``GO``; started; told to return
