@@ -43,7 +43,7 @@ class CountingRunner:
         self._runner = runner
         self.restart()
         matrices = runner.model.matrices
-        stored = {name: matrix.packed.nbytes for name, matrix in matrices.items()}
+        stored = {name: matrix.stored_bytes for name, matrix in matrices.items()}
         layers = sum(stored[name] for name in _LAYER_MATRICES if name in stored)
         self._layer_bytes = layers // runner.config.layers
         self._head_bytes = stored["head"]

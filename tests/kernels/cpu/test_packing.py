@@ -6,7 +6,7 @@ from ggml_blocks import QUANTIZED_KINDS, random_matrix, with_bad_scale
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes, unpack
-from midfill.kernels.cpu.weight_formats import WeightFormat
+from midfill.kernels.cpu.weight_formats import WeightFormat, panel_bytes
 from midfill.stored_tensor import StoredTensor
 
 
@@ -65,6 +65,24 @@ def test_each_matrix_keeps_its_own_format_in_a_stack() -> None:
     matrix = pack([q, k, v], [natural_format(each.kind) for each in (q, k, v)])
     expected = np.concatenate([each.to_float32() for each in (q, k, v)])
     np.testing.assert_array_equal(unpack(matrix), expected)
+
+
+def test_interleaved_matrices_lie_panel_beside_panel() -> None:
+    gate, up = random_matrix("q4_k", 96, 256), random_matrix("q6_k", 96, 256)
+    formats = [WeightFormat.Q4_K, WeightFormat.Q6_K]
+    matrix = pack([gate, up], formats, interleaved=True)
+    apart = pack([gate, up], formats)
+    np.testing.assert_array_equal(unpack(matrix), unpack(apart))
+    assert len(matrix.data) == len(apart.data)
+    small, large = (panel_bytes(each, 256) for each in formats)
+    starts = [panel * (small + large) + lies for lies in (0, small) for panel in range(3)]
+    assert matrix.panels[:, 0].tolist() == starts
+
+
+def test_matrices_of_different_heights_are_not_interleaved() -> None:
+    tensors = [random_matrix("q8_0", 64, 64), random_matrix("q8_0", 96, 64)]
+    with pytest.raises(ValueError, match=r"different numbers of outputs: w has 64, w has 96"):
+        pack(tensors, [WeightFormat.Q8_0] * 2, interleaved=True)
 
 
 def test_floats_stay_floats() -> None:

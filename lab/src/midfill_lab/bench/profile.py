@@ -270,7 +270,7 @@ def _product(
         matrix = model.matrices[name]
         done = 2.0 * rows * matrix.weight_count
         exact = WeightFormat.F32 in matrix.formats
-        size += matrix.packed.nbytes
+        size += matrix.stored_bytes
         operations += done
         seconds += done / (roofline.float32_per_second if exact else roofline.int8_per_second)
     return _Least(size, operations, max(seconds, size / roofline.bytes_per_second))

@@ -40,7 +40,7 @@ from midfill.kernels.cpu.simd import (
 )
 from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import MAX_TABLE_ROWS, PREFETCH
-from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat
+from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel_bytes
 from midfill.kernels.cpu.work_stealing import next_run
 
 _F32 = int(WeightFormat.F32)
@@ -57,7 +57,8 @@ class LinearWeights(NamedTuple):
     """One linear layer of the model, for all decoder layers.
 
     Attributes:
-        packed: uint8, panels as of weight_formats.py, one layer after the other.
+        packed: uint8, panels as of weight_formats.py, one layer after the other; those of gate and
+            up lie side by side in one array.
         panels: int64 [layers * panels, 2], the first byte and the WeightFormat of each.
         bias: float32 [layers * outputs]; zeros if the model has none. Behind a matrix whose
             outputs are no multiple of 32 (the head), padded to whole panels.
@@ -74,6 +75,13 @@ class LinearWeights(NamedTuple):
     def formats(self) -> set[WeightFormat]:
         """The formats of its panels."""
         return {WeightFormat(number) for number in np.unique(self.panels[:, 1])}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its panels; ``packed`` may hold another matrix's too."""
+        numbers, counts = np.unique(self.panels[:, 1], return_counts=True)
+        pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
+        return sum(panel_bytes(WeightFormat(n), self.inputs) * count for n, count in pairs)
 
     @property
     def weight_count(self) -> int:

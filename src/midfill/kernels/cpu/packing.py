@@ -69,6 +69,7 @@ def pack(
     tensors: Sequence[StoredTensor],
     weight_formats: Sequence[WeightFormat],
     out: Bytes | None = None,
+    interleaved: bool = False,
 ) -> PackedMatrix:
     """Pack matrices with equal inputs, one below the other (for example q, k and v).
 
@@ -76,30 +77,49 @@ def pack(
         tensors: the matrices.
         weight_formats: of each; what it doesn't hold exactly is rounded.
         out: where to put them, ``packed_bytes`` long; None allocates.
+        interleaved: put the matrices' first panels side by side in memory, then their second ones
+            and so on: a kernel that reads two matrices together then reads one contiguous run.
+            The table of panels is the same but for where they lie.
 
     Raises:
-        ValueError: a matrix but the last has outputs that are no multiple of 32, or a block's
-            scale is infinite or NaN; the tensor is named.
+        ValueError: a matrix but the last has outputs that are no multiple of 32, matrices to
+            interleave have different numbers of outputs, or a block's scale is infinite or NaN;
+            the tensor is named.
     """
+    if interleaved and len({tensor.shape[0] for tensor in tensors}) > 1:
+        listed = ", ".join(f"{tensor.name} has {tensor.shape[0]}" for tensor in tensors)
+        raise ValueError(f"different numbers of outputs: {listed}")
     if any(tensor.shape[0] % PANEL for tensor in tensors[:-1]):
         raise ValueError("only the last of several matrices may need padding")
     inputs = tensors[0].shape[1]
     if out is None:
         out = np.empty(packed_bytes([t.shape for t in tensors], weight_formats), np.uint8)
-    at = 0
+    counts = [panel_count(tensor.shape[0]) for tensor in tensors]
+    sizes = [panel_bytes(weight_format, inputs) for weight_format in weight_formats]
     panels: list[tuple[int, int]] = []
-    for tensor, weight_format in zip(tensors, weight_formats, strict=True):
-        size = panel_bytes(weight_format, inputs)
+    places = _places(out, counts, sizes, interleaved)
+    for tensor, weight_format, place in zip(tensors, weight_formats, places, strict=True):
+        done = 0
         for chunk in _chunks(tensor):
             try:
-                data = _pack_rows(chunk, weight_format)
+                data = _pack_rows(chunk, weight_format).reshape(-1, place.shape[1])
             except ValueError as error:
                 raise ValueError(f"tensor {tensor.name}: {error}") from None
-            out[at : at + len(data)] = data
-            panels += [(start, weight_format) for start in range(at, at + len(data), size)]
-            at += len(data)
+            place[done : done + len(data)] = data
+            done += len(data)
+        first = place.ctypes.data - out.ctypes.data
+        panels += [(first + i * place.strides[0], weight_format) for i in range(len(place))]
     outputs = sum(tensor.shape[0] for tensor in tensors)
     return PackedMatrix(outputs, inputs, out, np.array(panels, np.int64))
+
+
+def _places(out: Bytes, counts: list[int], sizes: list[int], interleaved: bool) -> list[Bytes]:
+    """Return where each matrix's panels go: views [panels, bytes] of ``out``."""
+    if interleaved:
+        return np.split(out.reshape(counts[0], -1), np.cumsum(sizes)[:-1], axis=1)
+    ends = np.cumsum([count * size for count, size in zip(counts, sizes, strict=True)])
+    parts = zip(np.split(out, ends[:-1]), sizes, strict=True)
+    return [part.reshape(-1, size) for part, size in parts]
 
 
 def _chunks(tensor: StoredTensor) -> Iterator[StoredTensor]:

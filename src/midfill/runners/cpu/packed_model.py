@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,18 +37,21 @@ from midfill.system.process import start_in_background
 from midfill.system.progress import Progress, ignore_progress
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
-PACKING_VERSION = 4
+PACKING_VERSION = 5
 _MAX_STORED_AT_ONCE = 1 << 28
 """Bytes that are written before a model counts as loaded."""
 
 _MATRICES = {
     "qkv": ("q", "k", "v"),
     "o": ("o",),
-    "gate": ("gate",),
-    "up": ("up",),
+    "gate_up": ("gate", "up"),
     "down": ("down",),
 }
-"""The checkpoint's matrices that are packed as one, by the name under which they are kept."""
+"""The checkpoint's matrices that are packed as one, by the name under which they are kept.
+
+A model may have no gate."""
+_INTERLEAVED = "gate_up"
+"""The kernel reads a panel of each in turn."""
 
 _ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 _DTYPES = {"U8": np.uint8, "I64": np.int64, "F32": np.float32}
@@ -198,14 +202,19 @@ def _pack_all(
     names = set(checkpoint.names())
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     sources = {"embed": [["embed.weight"]], "head": [["lm_head.weight"]]} | {
-        name: [[f"layers.{i}.{part}.weight" for part in parts] for i in range(config.layers)]
+        name: [
+            [f"layers.{i}.{part}.weight" for part in parts if f"layers.0.{part}.weight" in names]
+            for i in range(config.layers)
+        ]
         for name, parts in _MATRICES.items()
     }
-    present = {name: layers for name, layers in sources.items() if layers[0][0] in names}
+    present = {name: layers for name, layers in sources.items() if set(layers[0]) & names}
     done, steps = 0, sum(map(len, present.values()))
     for name, layers in present.items():
         stacked = _Stacking(
-            [[checkpoint.tensor(part) for part in layer] for layer in layers], option
+            [[checkpoint.tensor(part) for part in layer] for layer in layers],
+            option,
+            name == _INTERLEAVED,
         )
         try:
             for _ in stacked.pack():
@@ -226,8 +235,11 @@ class _Stacking:
         panels: int64 [layers * panels, 2], see ``LinearWeights``.
     """
 
-    def __init__(self, layers: list[list[StoredTensor]], option: WeightsOption) -> None:
+    def __init__(
+        self, layers: list[list[StoredTensor]], option: WeightsOption, interleaved: bool
+    ) -> None:
         self._layers = layers
+        self._interleaved = interleaved
         self._formats = [[_format_for(part.kind, option) for part in layer] for layer in layers]
         shapes = [[part.shape for part in layer] for layer in layers]
         pairs = zip(shapes, self._formats, strict=True)
@@ -247,7 +259,10 @@ class _Stacking:
         threads = available_threads()
         following = [*self._layers[threads:], *([[]] * threads)]
         with ThreadPoolExecutor(threads) as pool:
-            packed = pool.map(_pack_layer, self._layers, self._formats, parts, following)
+            packed = pool.map(
+                partial(_pack_layer, self._interleaved), self._layers, self._formats, parts,
+                following,
+            )  # fmt: skip
             for matrix, part_end in zip(packed, ends, strict=True):
                 matrix.panels[:, 0] += part_end - len(matrix.data)
                 panels.append(matrix.panels)
@@ -256,6 +271,7 @@ class _Stacking:
 
 
 def _pack_layer(
+    interleaved: bool,
     tensors: list[StoredTensor],
     formats: list[WeightFormat],
     out: Uint8Array,
@@ -264,7 +280,7 @@ def _pack_layer(
     """Pack one layer's matrices, while those that this thread packs next are read from disk."""
     for tensor in following:
         read_ahead(tensor.data)
-    matrix = pack(tensors, formats, out)
+    matrix = pack(tensors, formats, out, interleaved)
     for tensor in tensors:
         release_pages(tensor.data)
     return matrix
@@ -334,8 +350,8 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         ),
         o=stack.linear("o", "o_bias", hidden, attended),
         gate_up=GateUpWeights(
-            gate=stack.linear("gate", "gate_bias", ffn, hidden),
-            up=stack.linear("up", "up_bias", ffn, hidden),
+            gate=stack.part("gate_up", 0, 1 + config.gated_mlp, "gate_bias", ffn, hidden),
+            up=stack.part("gate_up", -1, 1 + config.gated_mlp, "up_bias", ffn, hidden),
             activation=_ACTIVATIONS[config.activation],
             gated=config.gated_mlp,
         ),
@@ -374,6 +390,14 @@ class _Stack:
             outputs=outputs,
             inputs=inputs,
         )
+
+    def part(
+        self, name: str, index: int, parts: int, bias: str, outputs: int, inputs: int
+    ) -> LinearWeights:
+        """Return one of several matrices of that shape which are packed together."""
+        panels = self._arrays[f"{name}.panels"].reshape(self._config.layers, parts, -1, 2)
+        own = np.ascontiguousarray(panels[:, index]).reshape(-1, 2)
+        return self.linear(name, bias, outputs, inputs)._replace(panels=own)
 
     def norm(self, name: str) -> NormWeights:
         """Return a norm of hidden rows; without weights if the model has no such norm."""
