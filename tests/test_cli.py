@@ -174,6 +174,21 @@ def test_an_empty_variable_for_api_keys_is_one_line_and_1(
     assert "MIDFILL_API_KEY is set but empty" in result.stderr
 
 
+def test_a_server_that_has_only_begun_to_start_survives_a_hangup() -> None:
+    code = """
+import os, signal, sys
+class HangUp:
+    def find_spec(self, name, path=None, target=None):
+        if name == "midfill.errors":
+            os.kill(os.getpid(), signal.SIGHUP)
+sys.meta_path.insert(0, HangUp())
+sys.argv = ["midfill", "serve", "--help"]
+from midfill.cli import main
+main()
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
 def test_generate_writes_the_answer(midfill: Command, tiny_folder: Path) -> None:
     options = ["--model", tiny_folder, "-n", "10", "--threads", "1"]
     given = midfill("generate", "def f(", *options)

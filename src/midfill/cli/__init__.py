@@ -1,11 +1,15 @@
 """The command line. Each command has a file here; heavy imports wait until a command runs."""
 
+import signal
 import sys
 from collections.abc import Callable
 
 
 def main() -> None:
     """Run the command line; an error becomes one line on standard error."""
+    if sys.argv[1:2] in (["serve"], ["gateway"]) and hasattr(signal, "SIGHUP"):
+        # Until a server reads its files again at a hangup, it has read none that could be old.
+        signal.signal(signal.SIGHUP, lambda *_: None)
     from midfill.system.process import without_collections
 
     with without_collections():

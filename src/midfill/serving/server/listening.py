@@ -219,8 +219,6 @@ def listen(
         MidfillError: the address, the key file or the certificate can't be used, or libraries that
             the options need are not installed.
     """
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, lambda *_: None)  # nothing is read yet that could be old
     keys = KeyRing(options.api_keys, options.api_key_file)
     tls = None if options.tls is None else ServerTls(options.tls)
 
