@@ -162,7 +162,8 @@ def _multiply_panel(
         multiply_f32(x.values, at, inputs, rows, packed, panel_at, tile, tile_at)
         return
     block, stride, groups = block_at(at), block_at(inputs), inputs // GROUP
-    ahead = prefetch_distance(number, prefetch, groups, weight_format)
+    following = weights.panels[min(panel + 1, len(weights.panels) - 1), 0] - panel_at
+    ahead = prefetch_distance(number, prefetch, following, weight_format)
     multiply_quants(
         x.quants, block, stride, rows, groups, packed, panel_at, weight_format, ahead, tile,
         tile_at,

@@ -15,12 +15,9 @@ from midfill.kernels.cpu.matmul import multiply_floats
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.panel_blocks import fetched_bytes
 from midfill.kernels.cpu.weight_formats import (
-    GROUP,
     LAYOUTS,
     PANEL,
     WeightFormat,
-    block_bytes,
-    block_inputs,
 )
 
 MAX_QUANTIZED_ROWS = 4
@@ -83,12 +80,11 @@ def multiply_quants(
     )
 
 
-_BYTES_PER_GROUP = np.array([block_bytes(f) * GROUP // block_inputs(f) for f in WeightFormat])
 _FETCHED_BYTES = np.array([fetched_bytes(layout) for layout in LAYOUTS.values()])
 
 
 @kernel
-def prefetch_distance(number: int, prefetch: int, groups: int, weight_format: int) -> int:
+def prefetch_distance(number: int, prefetch: int, following: int, weight_format: int) -> int:
     """Return how many bytes ahead of a panel its tile of that number prefetches weights.
 
     The first tile reads the panel from memory, those after it from the cache. They would leave
@@ -97,9 +93,9 @@ def prefetch_distance(number: int, prefetch: int, groups: int, weight_format: in
     Args:
         number: of the tile.
         prefetch: a ``Prefetch``; the first tile's is returned negated.
-        groups: of 32 inputs per row.
+        following: bytes from the panel to the one that the thread multiplies by next.
         weight_format: of the panel.
     """
     if number == 0:
         return -prefetch
-    return groups * _BYTES_PER_GROUP[weight_format] + (number - 1) * _FETCHED_BYTES[weight_format]
+    return following + (number - 1) * _FETCHED_BYTES[weight_format]
