@@ -26,7 +26,7 @@ from midfill.system.process import freeze_objects
 
 _NEW_OBJECTS = 20_000
 """Between two collections of the youngest: with Python's 700, they take a tenth of all time."""
-_MUCH_MEMORY = 64 << 20
+_MUCH_MEMORY = 16 << 20
 
 # A machine that is busy makes no test wrong.
 settings.register_profile("midfill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
