@@ -32,6 +32,17 @@ def test_extras_of_midfill_bring_the_lab() -> None:
         assert not extra or extra in LAB["optional-dependencies"]
 
 
+def test_torch_has_one_range_and_is_named_before_what_needs_it() -> None:
+    """In another order, pip fetches the newest torch, gigabytes of it, before it takes this one."""
+    (of_midfill,) = (
+        name for name in WHOLE["optional-dependencies"]["torch"] if name.startswith("torch")
+    )
+    of_lab = LAB["optional-dependencies"]["train"]
+    assert of_lab.index(of_midfill) < min(
+        of_lab.index(name) for name in of_lab if name.startswith(("accelerate", "peft"))
+    )
+
+
 def test_its_commands_are_commands_of_midfill() -> None:
     declared = LAB["entry-points"]["midfill.commands"]
     assert {entry.name for entry in entry_points(group="midfill.commands")} == declared.keys()
