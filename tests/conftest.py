@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from amx_emulation import build_emulator, chip_has_amx, reason_to_skip
 from hypothesis import HealthCheck, settings
+from hypothesis.strategies import text
 from tiny_checkpoints import write_tiny
 
 from midfill.errors import MidfillError
@@ -50,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tiny models gain nothing from torch's threads, and lose much where cores are busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.add_cleanup(lambda: shutil.rmtree(tests, ignore_errors=True))
+    # In an empty clone, the first text builds Hypothesis's table of characters, and 200 MB of
+    # garbage; the controller builds it for the workers, while this process is small.
+    text().validate()
     # Modules and tests are millions of objects that stay; see pytest_collection_finish.
     gc.disable()
     config.add_cleanup(gc.enable)
