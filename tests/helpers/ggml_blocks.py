@@ -29,6 +29,16 @@ def random_matrix(kind: str, outputs: int, inputs: int, size: float = 1.0) -> St
     return StoredTensor("w", (outputs, inputs), kind, blocks.reshape(outputs, -1))
 
 
+def with_largest_quants(tensor: StoredTensor) -> StoredTensor:
+    """Return the matrix with all bits of its quants set, and of its integer scales."""
+    blocks = np.full_like(tensor.data, 255)
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.kind.upper()]][1]
+    for at in _HALVES_AT.get(tensor.kind, (0,)):
+        for half in (at, at + 1):
+            blocks[:, half::size] = tensor.data[:, half::size]
+    return replace(tensor, data=blocks)
+
+
 def with_bad_scale(tensor: StoredTensor, scale: float) -> StoredTensor:
     """Return the matrix with the last float16 of one block replaced."""
     data = np.array(tensor.data)

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from numba import typeof
 
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
-from ggml_blocks import random_matrix
+from ggml_blocks import random_matrix, with_largest_quants
 
 from midfill.kernels.cpu import attention, attention_metadata, linear
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
@@ -46,6 +47,9 @@ from midfill.stored_tensor import StoredTensor
 
 INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvtph2ps")
 """Instructions and registers looked for in machine code."""
+
+multiply = kernel(linear.linear.py_func)
+"""``linear`` without its cache on disk, which holds no assembly."""
 
 rng = np.random.default_rng(0)
 NO_BYTES = np.zeros(0, np.uint8)
@@ -141,11 +145,13 @@ def linear_weights(matrix: PackedMatrix, bias: np.ndarray) -> linear.LinearWeigh
 
 
 def packed(weight_format: WeightFormat) -> PackedMatrix:
-    """Return a matrix [70, WIDTH] of that format."""
+    """Return a matrix [70, WIDTH] of that format; its last 35 rows are of the largest quants."""
     if weight_format is WeightFormat.F32:
         tensor = StoredTensor("w", MATRIX.shape, "f32", MATRIX)
     else:
         tensor = random_matrix(weight_format.name.lower(), 70, WIDTH)
+        largest = with_largest_quants(tensor)
+        tensor = replace(tensor, data=np.concatenate([tensor.data[:35], largest.data[35:]]))
     return pack([tensor], [weight_format])
 
 
@@ -173,10 +179,11 @@ def products(weight_format: WeightFormat) -> list[np.ndarray]:
     """Compute any number of rows: 1 to 8 in one tile or two, and more than that."""
     x = normal(11, WIDTH)
     x[5] *= 1e-3
+    x[10] = np.sign(x[10])
     results = []
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11):
         arguments = linear_arguments(weight_format, rows, x)
-        linear.linear(*arguments)
+        multiply(*arguments)
         results.append(arguments[5].values)
     return results
 
@@ -240,14 +247,14 @@ def digest(arrays: list[np.ndarray]) -> str:
 
 def instructions() -> list[str]:
     """Return which of INSTRUCTIONS the products use."""
-    (code,) = linear.linear.inspect_asm().values()
+    (code,) = multiply.inspect_asm().values()
     return [name for name in INSTRUCTIONS if name in code]
 
 
 def main() -> None:
     if sys.argv[1:] == ["code"]:
         arguments = linear_arguments(WeightFormat.Q8_0, 1, normal(11, WIDTH))
-        linear.linear.compile(tuple(typeof(argument) for argument in arguments))
+        multiply.compile(tuple(typeof(argument) for argument in arguments))
         print(json.dumps({"instructions": instructions()}))
         return
     results = {

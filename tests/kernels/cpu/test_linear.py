@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ggml_blocks import QUANTIZED_KINDS, random_matrix
+from ggml_blocks import QUANTIZED_KINDS, random_matrix, with_largest_quants
 
 from midfill.kernels.cpu import linear as kernels
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
@@ -124,6 +124,20 @@ def test_product_equals_numpy(kind: str, rows: int) -> None:
     bias = np.arange(70, dtype=np.float32)
     expected = as_seen(x, kind) @ unpack(weights).astype(np.float64).T + bias
     np.testing.assert_allclose(apply(weights, x, bias), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS)
+def test_no_sum_overflows(kind: str) -> None:
+    tensor = with_largest_quants(random_matrix(kind, 70, width(kind)))
+    weights = pack([tensor], [natural_format(kind)])
+    signs = np.ones((7, width(kind)), np.float32)
+    signs[1] = -1
+    signs[2, ::2] = signs[3, 1::2] = -1
+    signs[4, ::4] = signs[5, 16:] = -1
+    signs[6, ::32] = 0
+    expected = as_seen(signs, kind) @ unpack(weights).astype(np.float64).T
+    scale = np.abs(unpack(weights)).sum(axis=1)  # sums of equal numbers may cancel each other out
+    assert np.all(np.abs(apply(weights, signs) - expected) <= 1e-6 * scale)
 
 
 @pytest.mark.parametrize("kind", KINDS)

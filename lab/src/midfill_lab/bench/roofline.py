@@ -16,12 +16,12 @@ import numpy.typing as npt
 import midfill.kernels.cpu  # noqa: F401 - before Numba
 
 # isort: split
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.dots import add_products
+from midfill.kernels.cpu.dots import WORDS, add_products, multiply_pairs, pairs_in_int16
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.simd import (
     I32,
@@ -33,6 +33,8 @@ from midfill.kernels.cpu.simd import (
     broadcast,
     constant,
     fused_multiply_add,
+    has_feature,
+    integers,
     load,
     splat,
     sum_lanes,
@@ -41,8 +43,10 @@ from midfill.kernels.cpu.thread_pool import ThreadPool
 
 _BUFFER_BYTES = 512 * 2**20
 """Far more than any cache holds."""
-_CHAINS = 16
-"""Independent sums: enough to hide the latency of an instruction."""
+_CHAINS = 16 if has_feature(cpu_target.target_context, "avx512f") else 6
+"""Independent sums: enough to hide the latency of an instruction, and as many as fit registers."""
+_BITS = 4
+"""Of the weights whose products are measured."""
 _ROUNDS = 1_000_000
 _REPEATS = 5
 
@@ -106,20 +110,27 @@ def _chained_codes(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Co
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rounds, seed = arguments
-        sums = [
-            cgutils.alloca_once_value(builder, ir.Constant(I32_VECTOR, [0] * LANES))
-            for _ in range(_CHAINS)
-        ]
+        sums = [cgutils.alloca_once_value(builder, integers(0)) for _ in range(_CHAINS)]
         weights = broadcast(builder, seed)
         with cgutils.for_range(builder, rounds, intp=I64) as loop:
             # Another number each round, or the compiler would hoist the product out of the loop.
             x = broadcast(builder, builder.add(seed, builder.trunc(loop.index, I32)))
             for cell in sums:
-                added = add_products(context, builder, builder.load(cell), weights, x, small=True)
-                builder.store(added, cell)
+                builder.store(_added(context, builder, builder.load(cell), weights, x), cell)
         return _first_lane(builder, sums, builder.add)
 
     return types.int32(types.intp, types.int32), codegen
+
+
+def _added(context: Any, builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """Return sums with products added to them, in int16 where kernels have most of theirs.
+
+    Those in int16 are products of the sums: LLVM would compute products of ``x`` once for all sums.
+    """
+    if not pairs_in_int16(context, _BITS):
+        return add_products(context, builder, sums, weights, x)
+    pairs = multiply_pairs(context, builder, weights, sums)
+    return builder.bitcast(builder.add(builder.bitcast(sums, WORDS), pairs), I32_VECTOR)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

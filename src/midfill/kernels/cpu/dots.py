@@ -9,6 +9,7 @@ integer arithmetic.
 Blocks of activations are described in activations.py, panels of weights in weight_formats.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -47,12 +48,13 @@ from midfill.kernels.cpu.simd import (
     integer,
     integers,
     llvm_call,
+    opaque,
     store_unaligned,
 )
 from midfill.kernels.cpu.weight_formats import GROUP, LAYOUTS, PANEL, BlockLayout, WeightFormat
 
 _BYTES = ir.VectorType(I8, 4 * LANES)
-_WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
+WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def _halved(builder: ir.IRBuilder, vector: Any) -> list[Any]:
@@ -69,6 +71,12 @@ def _joined(builder: ir.IRBuilder, halves: list[Any]) -> Any:
     size = halves[0].type.count * 2
     order = ir.Constant(ir.VectorType(I32, size), list(range(size)))
     return builder.shuffle_vector(halves[0], halves[1], order)
+
+
+def _opaque_vector(context: Any, builder: ir.IRBuilder, vector: Any) -> Any:
+    if has_feature(context, "avx512f"):
+        return opaque(builder, vector)
+    return _joined(builder, [opaque(builder, half) for half in _halved(builder, vector)])
 
 
 def _call(
@@ -89,16 +97,14 @@ def _multiply_add_words(context: Any, builder: ir.IRBuilder, a: Any, b: Any) -> 
     return _call(builder, "llvm.x86.avx2.pmadd.wd", [a, b], I32_VECTOR, parts=2)
 
 
-def add_products(
-    context: Any, builder: ir.IRBuilder, sums: Any, weights: Any, x: Any, small: bool
-) -> Any:
+def add_products(context: Any, builder: ir.IRBuilder, sums: Any, weights: Any, x: Any) -> Any:
     """Add to sums[i] the four products of weights' unsigned and x's signed bytes 4i to 4i + 3.
 
-    ARM's instruction multiplies signed bytes, so weights that are not small must be signed there.
+    ARM's instruction multiplies signed bytes, so weights that are not below 128 must be signed
+    there.
 
     Args:
         sums, weights, x: vectors of 16 int32.
-        small: weights are below 128.
     """
     operands = [sums, weights, x]
     if has_feature(context, "avx512vnni"):
@@ -108,18 +114,10 @@ def add_products(
     if has_dot_products(context):
         operands = [sums, *(builder.bitcast(each, _BYTES) for each in (weights, x))]
         return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", operands, I32_VECTOR, parts=4)
-    if has_feature(context, "avx2"):
-        if small:  # two products fit 16 bits, as activations are -127 to 127
-            operands = [builder.bitcast(each, _BYTES) for each in (weights, x)]
-            if has_feature(context, "avx512bw"):
-                pairs = _call(builder, "llvm.x86.avx512.pmaddubs.w.512", operands, _WORDS)
-            else:
-                pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", operands, _WORDS, parts=2)
-            ones = ir.Constant(_WORDS, [1] * _WORDS.count)
-            return builder.add(sums, _multiply_add_words(context, builder, pairs, ones))
-        eight = ir.Constant(_WORDS, [8] * _WORDS.count)
-        words, x_words = builder.bitcast(weights, _WORDS), builder.bitcast(x, _WORDS)
-        even = builder.and_(words, ir.Constant(_WORDS, [255] * _WORDS.count))
+    if has_feature(context, "avx2"):  # weights of 8 bits: pairs of products don't fit 16 bits
+        eight = ir.Constant(WORDS, [8] * WORDS.count)
+        words, x_words = builder.bitcast(weights, WORDS), builder.bitcast(x, WORDS)
+        even = builder.and_(words, ir.Constant(WORDS, [255] * WORDS.count))
         x_even = builder.ashr(builder.shl(x_words, eight), eight)
         sums = builder.add(sums, _multiply_add_words(context, builder, even, x_even))
         odd, x_odd = builder.lshr(words, eight), builder.ashr(x_words, eight)
@@ -129,6 +127,40 @@ def add_products(
         signed = builder.ashr(builder.shl(x, integers(24 - 8 * byte)), integers(24))
         sums = builder.add(sums, builder.mul(weight, signed))
     return sums
+
+
+def multiply_pairs(context: Any, builder: ir.IRBuilder, weights: Any, x: Any) -> Any:
+    """Return 32 int16: sums of two products of neighbouring bytes, on a chip with AVX2.
+
+    Args:
+        context, builder: of the code.
+        weights: 16 int32 of bytes below 128.
+        x: 16 int32 of bytes -127 to 127.
+    """
+    operands = [builder.bitcast(each, _BYTES) for each in (weights, x)]
+    if has_feature(context, "avx512bw"):
+        return _call(builder, "llvm.x86.avx512.pmaddubs.w.512", operands, WORDS)
+    return _call(builder, "llvm.x86.avx2.pmadd.ub.sw", operands, WORDS, parts=2)
+
+
+def pairs_in_int16(context: Any, bits: int) -> int:
+    """Return how many sums of two products an int16 holds the sum of, as a power of 2.
+
+    Chips with AVX2 and without VNNI multiply bytes to such sums. Adding them up before they are
+    widened to 32 bits takes a third fewer instructions.
+
+    Args:
+        context: of the code.
+        bits: of the weights.
+
+    Returns:
+        the number; 0 where products are not computed so.
+    """
+    has_vnni = any(has_feature(context, each) for each in ("avx512vnni", "avxvnni"))
+    if bits == 8 or has_vnni or not has_feature(context, "avx2"):
+        return 0
+    largest = 2 * 127 * ((1 << bits) - 1)
+    return int(1 << (0x7FFF // largest).bit_length() - 1)
 
 
 class _QuantProducts:
@@ -142,6 +174,11 @@ class _QuantProducts:
         self._context, self._builder, self._layout, self._rows = context, builder, layout, rows
         # 8 bits: the quant minus 128, their zero, which is the quant with its highest bit flipped.
         self._takes_signed = layout.bits == 8 and has_dot_products(context)
+        self._summed_pairs = pairs_in_int16(context, layout.bits)
+        self._pairs: dict[tuple[int, int], Any] = {}
+        # With 16 registers, the sums of four rows fit for half of a panel at a time.
+        has_few = self._summed_pairs > 0 and rows > 2 and not has_feature(context, "avx512bw")
+        self._columns = [(v,) for v in range(VECTORS)] if has_few else [range(VECTORS)]
         self._indices = [(r, v) for r in range(rows) for v in range(VECTORS)]
         self._totals = {index: self._variable(constant(0.0)) for index in self._indices}
         self._sums = {index: self._variable(integers(0)) for index in self._indices}
@@ -176,17 +213,26 @@ class _QuantProducts:
         """Add the products of one group, part by part that has a scale of its own."""
         builder, layout = self._builder, self._layout
         quants = builder.gep(group, [integer(layout.integer_bytes)])
-        fours = max(1, 8 // min(layout.planes) // VECTORS)
-        steps = layout.scaled_inputs // 4 // fours
+        in_part = layout.scaled_inputs // 4
+        shared = max(1, 8 // min(layout.planes) // VECTORS)  # they share bytes of a plane
+        fours = max(shared, min(in_part, self._summed_pairs))
         for part in range(GROUP // layout.scaled_inputs):
-            self._start_sums(part, x_blocks)
-            with cgutils.for_range(builder, integer(steps), intp=I64) as step:
-                number = builder.add(step.index, integer(part * steps))
-                self._add_fours(quants, builder.mul(number, integer(fours)), fours, x_blocks)
-            for v in range(VECTORS):
-                self._scale(block, group, part, v, x_blocks)
+            for columns in self._columns:
+                if len(self._columns) > 1:  # read again, rather than kept in memory meanwhile
+                    quants, *x_blocks = (opaque(builder, each) for each in (quants, *x_blocks))
+                self._start_sums(part, columns, x_blocks)
+                steps = in_part // fours
+                with cgutils.for_range(builder, integer(steps), intp=I64) as step:
+                    number = builder.add(step.index, integer(part * steps))
+                    first = builder.mul(number, integer(fours))
+                    for four in range(0, fours, shared):
+                        at = builder.add(first, integer(four))
+                        self._add_fours(quants, at, shared, columns, x_blocks)
+                    self._widen_pairs()
+                for v in columns:
+                    self._scale(block, group, part, v, x_blocks)
 
-    def _start_sums(self, part: int, x_blocks: list[Any]) -> None:
+    def _start_sums(self, part: int, columns: Sequence[int], x_blocks: list[Any]) -> None:
         """Begin the sums with -zero * (sum of activations): quants are stored unsigned."""
         builder, zero = self._builder, self._layout.zero
         for r, x_block in enumerate(x_blocks):
@@ -194,16 +240,18 @@ class _QuantProducts:
             if zero and not self._takes_signed:
                 first = broadcast(builder, load_as(builder, x_block, integer(OFFSET), I32))
                 if self._layout.scales == 2:
-                    half = broadcast(builder, load_as(builder, x_block, integer(HALF_OFFSET), I32))
-                    first = half if part == 0 else builder.sub(first, half)
+                    other = broadcast(builder, load_as(builder, x_block, integer(HALF_OFFSET), I32))
+                    first = other if part == 0 else builder.sub(first, other)
                 # The block has -128 * sum.
                 first = builder.ashr(first, integers((128 // zero).bit_length() - 1))
-            for v in range(VECTORS):
+            for v in columns:
                 builder.store(first, self._sums[r, v])
 
-    def _add_fours(self, quants: Any, first: Any, fours: int, x_blocks: list[Any]) -> None:
-        """Add the products of some fours of inputs to the sums."""
-        builder, layout = self._builder, self._layout
+    def _add_fours(
+        self, quants: Any, first: Any, fours: int, columns: Sequence[int], x_blocks: list[Any]
+    ) -> None:
+        """Add the products of some fours of inputs and some columns to their sums."""
+        context, builder, layout = self._context, self._builder, self._layout
         weights = weights_of_fours(builder, layout, quants, first, fours)
         if self._takes_signed:
             weights = [builder.xor(each, integers(0x80808080)) for each in weights]
@@ -212,12 +260,33 @@ class _QuantProducts:
             at = builder.add(x_at, integer(4 * four))
             for r, x_block in enumerate(x_blocks):
                 activations = broadcast(builder, load_as(builder, x_block, at, I32))
-                for v in range(VECTORS):
-                    added = add_products(
-                        self._context, builder, builder.load(self._sums[r, v]),
-                        weights[four * VECTORS + v], activations, layout.bits < 8,
-                    )  # fmt: skip
-                    builder.store(added, self._sums[r, v])
+                for v in columns:
+                    operands = weights[four * VECTORS + v], activations
+                    if self._summed_pairs:
+                        self._add_pairs((r, v), multiply_pairs(context, builder, *operands))
+                        continue
+                    sums = builder.load(self._sums[r, v])
+                    builder.store(add_products(context, builder, sums, *operands), self._sums[r, v])
+
+    def _add_pairs(self, index: tuple[int, int], pairs: Any) -> None:
+        """Add sums of two products to those in int16.
+
+        If LLVM saw that this is a sum, it would add up one row after the other and keep all weights
+        in memory meanwhile.
+        """
+        builder, before = self._builder, self._pairs.get(index)
+        if before is not None:
+            pairs = builder.add(before, pairs)
+        self._pairs[index] = _opaque_vector(self._context, builder, pairs)
+
+    def _widen_pairs(self) -> None:
+        """Add the sums in int16 to those in int32."""
+        builder = self._builder
+        ones = ir.Constant(WORDS, [1] * WORDS.count)
+        for index, pairs in self._pairs.items():
+            widened = _multiply_add_words(self._context, builder, pairs, ones)
+            builder.store(builder.add(builder.load(self._sums[index]), widened), self._sums[index])
+        self._pairs.clear()
 
     def _scale(self, block: Any, group: Any, part: int, v: int, x_blocks: list[Any]) -> None:
         """Scale the sums of one half of the panel and add them to the totals."""

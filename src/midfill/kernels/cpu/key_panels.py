@@ -19,6 +19,7 @@ from midfill.kernels.cpu.jit import kernel_by_number
 from midfill.kernels.cpu.kv_spans import SpanCode
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
+    I32,
     I32_VECTOR,
     I64,
     LANES,
@@ -26,12 +27,16 @@ from midfill.kernels.cpu.simd import (
     address,
     broadcast,
     constant,
-    has_feature,
     integer,
     load_unaligned,
+    opaque,
+    register_vectors,
     row_pointers,
     store_unaligned,
 )
+
+_LEAVES = 4
+"""Partial sums of a score that are added without a loop."""
 
 
 def _interleave(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> tuple[Any, Any]:
@@ -89,9 +94,13 @@ class _PanelScores:
         # Two, but not a constant: LLVM would unroll the loops, move the additions to the end and
         # keep far more sums than there are registers.
         self._two = builder.select(builder.icmp_signed(">", dim, integer(0)), integer(2), dim)
-        # As many partial sums per row at a time as there are registers for.
-        self._lanes = 4 if has_feature(context, "avx512f") else 1
-        self._sums = [Sums(builder, len(query_rows), 1) for _ in range(self._lanes)]
+        self._sums = [Sums(builder, len(query_rows), 1) for _ in range(_LEAVES)]
+        self._in_registers = _LEAVES * len(query_rows) < register_vectors(context)
+        vectors = ir.ArrayType(F32_VECTOR, len(query_rows))
+        self._waiting = [
+            opaque(builder, cgutils.alloca_once(builder, vectors))
+            for _ in range(0 if self._in_registers else 2)
+        ]
 
     def scores(self) -> list[Any]:
         """Return a vector per row: the partial sums of d, d + 16, ..., added as a tree over d."""
@@ -99,7 +108,7 @@ class _PanelScores:
 
     def _tree(self, lane: Any, step: int) -> list[Any]:
         """Sum over lanes lane, lane + step, ...: even ones first, then odd ones."""
-        if step * self._lanes == LANES:
+        if step * _LEAVES == LANES:
             return self._leaves(lane)
         builder = self._builder
         # -0 and not 0: adding to it changes nothing, not even a -0.
@@ -113,23 +122,45 @@ class _PanelScores:
         return [builder.load(total) for total in totals]
 
     def _leaves(self, lane: Any) -> list[Any]:
-        """Compute the tree's last levels, whose partial sums are all in registers at once."""
-        builder, step = self._builder, LANES // self._lanes
-        for sums in self._sums:
-            sums.clear()
+        """Compute the tree's last levels, without further loops."""
+        if not self._in_registers:
+            return self._leaves_one_by_one(lane, range(_LEAVES))
+        self._sum_products(lane, range(_LEAVES))
+        return [
+            _add_tree(self._builder, [sums.row(r)[0] for sums in self._sums])
+            for r in range(len(self._query_rows))
+        ]
+
+    def _leaves_one_by_one(self, lane: Any, leaves: Sequence[int]) -> list[Any]:
+        """Compute one leaf after the other; the sum of the even ones waits in memory.
+
+        LLVM would keep it in registers, and what is summed meanwhile in memory.
+        """
+        if len(leaves) == 1:
+            self._sum_products(lane, leaves)
+            return [row[0] for row in map(self._sums[leaves[0]].row, range(len(self._query_rows)))]
+        builder, place = self._builder, self._waiting[len(leaves) // 4]
+        for r, value in enumerate(self._leaves_one_by_one(lane, leaves[::2])):
+            builder.store(value, builder.gep(place, [integer(0), I32(r)]))
+        return [
+            builder.fadd(builder.load(builder.gep(place, [integer(0), I32(r)])), value)
+            for r, value in enumerate(self._leaves_one_by_one(lane, leaves[1::2]))
+        ]
+
+    def _sum_products(self, lane: Any, leaves: Sequence[int]) -> None:
+        """Compute the partial sums of some leaves."""
+        builder, step = self._builder, LANES // _LEAVES
+        for i in leaves:
+            self._sums[i].clear()
         with cgutils.for_range(builder, self._chunks, intp=I64) as chunk:
             start = builder.add(builder.mul(chunk.index, integer(LANES)), lane)
-            for i, sums in enumerate(self._sums):
+            for i in leaves:
                 d = builder.add(start, integer(i * step))
                 at = builder.gep(self._panel, [builder.mul(d, integer(LANES))])
                 keys = load_unaligned(builder, at, F32_VECTOR)
                 for r, row in enumerate(self._query_rows):
                     query = broadcast(builder, builder.load(builder.gep(row, [d])))
-                    sums.add(r, 0, query, keys)
-        return [
-            _add_tree(builder, [sums.row(r)[0] for sums in self._sums])
-            for r in range(len(self._query_rows))
-        ]
+                    self._sums[i].add(r, 0, query, keys)
 
 
 def _add_tree(builder: ir.IRBuilder, terms: Sequence[Any]) -> Any:

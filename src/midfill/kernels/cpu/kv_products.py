@@ -28,6 +28,7 @@ from midfill.kernels.cpu.simd import (
     broadcast,
     integer,
     load_unaligned,
+    register_vectors,
     row_pointers,
     store_unaligned,
 )
@@ -67,18 +68,17 @@ def _fold(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> Any:
     )
 
 
-def _fold_four(builder: ir.IRBuilder, sums: Sequence[Any]) -> Any:
-    """Add the partial sums of four keys up to two per key: of keys 0, 2, 1, 3 in this order.
+def _fold_keys(builder: ir.IRBuilder, sums: Sequence[Any]) -> Any:
+    """Add the partial sums of two keys up to four per key, in one vector of 8.
 
-    Lanes i and i + 8 are added, then i and i + 4, then i and i + 2.
+    Lanes i and i + 8 are added, then i and i + 4.
     """
-    eights = [builder.fadd(*_halves(builder, vector, LANES)) for vector in sums]
-    low, high = (_fold(builder, eights[i], eights[i + 1], 4) for i in (0, 2))
-    return _fold(builder, low, high, 2)
+    first, second = (builder.fadd(*_halves(builder, vector, LANES)) for vector in sums)
+    return _fold(builder, first, second, 4)
 
 
 def _fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
-    """Return the scores of 16 keys, in order, from four results of ``_fold_four``."""
+    """Return the scores of 16 keys, in order, from four results of ``_four_keys``."""
     low, high = (_fold(builder, fours[i], fours[i + 1], 1) for i in (0, 2))
     keys = (0, 4, 2, 6, 1, 5, 3, 7)  # of ``low``, as they come out; 8 more in ``high``
     order = [8 * (key // 8) + keys.index(key % 8) for key in range(LANES)]
@@ -86,19 +86,34 @@ def _fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
 
 
 def _four_keys(
-    builder: ir.IRBuilder, query_rows: Sequence[Any], keys: SpanCode, index: Any, chunks: Any
-) -> Sums:
-    """Compute partial sums [rows, 4] of queries times the four keys from ``index`` on."""
-    pointers = [keys.entry(builder.add(index, integer(column))) for column in range(4)]
-    sums = Sums(builder, len(query_rows), 4)
-    with cgutils.for_range(builder, chunks, intp=I64) as chunk:
-        d = builder.mul(chunk.index, integer(LANES))
-        values = [load_unaligned(builder, builder.gep(row, [d]), F32_VECTOR) for row in query_rows]
-        for column, pointer in enumerate(pointers):
-            key = keys.load(pointer, d)
-            for r, value in enumerate(values):
-                sums.add(r, column, value, key)
-    return sums
+    context: Any, builder: ir.IRBuilder, query_rows: Sequence[Any], keys: SpanCode, index: Any,
+    chunks: Any,
+) -> list[Any]:  # fmt: skip
+    """Return, per row, two partial sums of each of the four keys from ``index`` on.
+
+    In a vector of 8, they are those of keys 0, 2, 1, 3 in this order.
+    """
+    rows = len(query_rows)
+    together = 4 if 4 * rows < register_vectors(context) else 2
+    folded: list[list[Any]] = [[] for _ in range(rows)]
+    for first in range(0, 4, together):
+        sums = Sums(builder, rows, together)
+        pointers = [
+            keys.entry(builder.add(index, integer(first + column))) for column in range(together)
+        ]
+        with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+            d = builder.mul(chunk.index, integer(LANES))
+            values = [
+                load_unaligned(builder, builder.gep(row, [d]), F32_VECTOR) for row in query_rows
+            ]
+            for column, pointer in enumerate(pointers):
+                key = keys.load(pointer, d)
+                for r, value in enumerate(values):
+                    sums.add(r, column, value, key)
+        for r, pairs in enumerate(folded):
+            row = sums.row(r)
+            pairs += [_fold_keys(builder, row[i : i + 2]) for i in range(0, together, 2)]
+    return [_fold(builder, low, high, 2) for low, high in folded]
 
 
 def _score_keys(rows: int) -> Any:
@@ -131,10 +146,9 @@ def _score_keys(rows: int) -> Any:
         with cgutils.for_range(builder, rounds, intp=I64) as four:
             index = builder.add(key, builder.mul(four.index, integer(4)))
             prefetched.prefetch(index, 4)
-            sums = _four_keys(builder, query_rows, span, index, chunks)
-            for r in range(rows):
+            for r, sums in enumerate(_four_keys(context, builder, query_rows, span, index, chunks)):
                 place = builder.gep(folded, [builder.add(four.index, integer(4 * r))])
-                builder.store(_fold_four(builder, sums.row(r)), place)
+                builder.store(sums, place)
         start = address(context, builder, kinds[6], scores, at)
         for r, target in enumerate(row_pointers(builder, start, stride, rows)):
             four = [builder.load(builder.gep(folded, [integer(4 * r + i)])) for i in range(4)]
@@ -161,17 +175,24 @@ def _weigh_values(rows: int, vectors: int) -> Any:
         prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
         start = address(context, builder, kinds[0], weights, at)
         weight_rows = row_pointers(builder, start, stride, rows)
-        totals = Sums(builder, rows, vectors)
-        with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
-            prefetched.prefetch(loop.index, 1)
-            entry = span.entry(loop.index)
-            parts = [span.load(entry, builder.add(dim, integer(v * LANES))) for v in range(vectors)]
-            for r, row in enumerate(weight_rows):
-                weight = broadcast(builder, builder.load(builder.gep(row, [loop.index])))
-                for v, part in enumerate(parts):
-                    totals.add(r, v, weight, part)
         start = address(context, builder, kinds[9], sums, to)
-        totals.write(row_pointers(builder, start, head_dim, rows))
+        targets = row_pointers(builder, start, head_dim, rows)
+        # As many dimensions at a time as there are registers for.
+        together = next(n for n in (4, 2, 1) if 8 * rows * n <= 5 * register_vectors(context))
+        for part in range(0, vectors, together):
+            width = min(together, vectors - part)
+            totals = Sums(builder, rows, width)
+            with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
+                if part == 0:
+                    prefetched.prefetch(loop.index, 1)
+                entry = span.entry(loop.index)
+                places = [builder.add(dim, integer((part + v) * LANES)) for v in range(width)]
+                loaded = [span.load(entry, place) for place in places]
+                for r, row in enumerate(weight_rows):
+                    weight = broadcast(builder, builder.load(builder.gep(row, [loop.index])))
+                    for v, value in enumerate(loaded):
+                        totals.add(r, v, weight, value)
+            totals.write([builder.gep(target, [integer(part * LANES)]) for target in targets])
 
     return operation
 

@@ -128,6 +128,18 @@ def has_feature(context: Any, name: str) -> bool:
     return name in enabled_features(str(context.codegen().magic_tuple()[2]))
 
 
+def register_vectors(context: Any) -> int:
+    """Return how many vectors of 16 float32 a chip's registers hold: 32, or 8 without AVX-512."""
+    return 32 if has_feature(context, "avx512f") else 8
+
+
+def opaque(builder: ir.IRBuilder, value: Any) -> Any:
+    """Return a pointer, or a vector of a register's size, as one that LLVM knows nothing about."""
+    kind = "r" if isinstance(value.type, ir.PointerType) else "x"
+    code = ir.InlineAsm(ir.FunctionType(value.type, [value.type]), "", f"={kind},0", True)
+    return builder.call(code, [value])
+
+
 def broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:
     """Return a vector with a scalar, float32 or int32, in every lane."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
