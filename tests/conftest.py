@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from amx_emulation import build_emulator, chip_has_amx, reason_to_skip
 from hypothesis import HealthCheck, settings
+from hypothesis.errors import HypothesisSideeffectWarning
 from hypothesis.strategies import text
 from tiny_checkpoints import write_tiny
 
@@ -53,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(tests, ignore_errors=True))
     # In an empty clone, the first text builds Hypothesis's table of characters, and 200 MB of
     # garbage; the controller builds it for the workers, while this process is small.
-    text().validate()
+    with warnings.catch_warnings(action="ignore", category=HypothesisSideeffectWarning):
+        text().validate()
     # Modules and tests are millions of objects that stay; see pytest_collection_finish.
     gc.disable()
     config.add_cleanup(gc.enable)
