@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu import linking
+from midfill.kernels.cpu import compile_child, linking
+from midfill.kernels.cpu.calls import kernel_addresses
 from midfill.kernels.cpu.decoder import forward
+from midfill.kernels.cpu.linear import gated_linear, linear
 from midfill.system.python_child import python_command, python_environment
 
 MODULE = """
@@ -35,8 +37,14 @@ def doubled(x):
     return x + x
 
 
-doubled._cache = CompiledCache(doubled.py_func, Path(__file__).parent / FOLDER)
-doubled.in_child = True
+@kernel
+def halved(x):
+    return x / 2
+
+
+for each in (doubled, halved):
+    each._cache = CompiledCache(each.py_func, Path(__file__).parent / FOLDER)
+    each.in_child = True
 """
 
 Load = Callable[..., Any]
@@ -66,6 +74,27 @@ def test_a_child_compiles_and_this_process_loads(load: Load) -> None:
     assert doubled(np.float64(1.5)) == 3.0
     assert compiled_here(doubled) == 0
     assert sum(doubled.stats.cache_hits.values()) == 1
+
+
+def test_one_child_compiles_what_is_wanted_together(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[Any] = []
+
+    def compile_in_child(calls: list[Any]) -> None:
+        children.append([function.__name__ for function, _ in calls])
+        compile_child.compile_in_child(calls)
+
+    monkeypatch.setattr(linking, "compile_in_child", compile_in_child)
+    doubled = load()
+    halved = sys.modules["sample_kernel"].halved
+    addresses = kernel_addresses([(doubled, (1.5,)), (halved, (1.5,))])
+    assert len(set(addresses)) == 2
+    assert children == [["doubled", "halved"]]
+    assert compiled_here(doubled) == compiled_here(halved) == 0
+    load()
+    kernel_addresses([(sys.modules["sample_kernel"].halved, (1,)), (halved, (1.5,))])
+    assert children == [["doubled", "halved"], ["halved"]]
 
 
 def test_no_child_is_started_for_what_is_compiled(
@@ -112,7 +141,7 @@ def test_where_no_child_can_be_started_this_process_compiles(
 
 def test_a_child_ends_with_what_started_it(load: Load) -> None:
     doubled = load()
-    task = pickle.dumps(("sample_kernel", "doubled", (doubled.typeof_pyval(1.5),)))
+    task = pickle.dumps([("sample_kernel", "doubled", (doubled.typeof_pyval(1.5),))])
     with subprocess.Popen(
         python_command("-m", "midfill.kernels.cpu.compile_child"),
         env=python_environment(os.environ | {"IN_CHILD": "hangs"}),
@@ -124,6 +153,6 @@ def test_a_child_ends_with_what_started_it(load: Load) -> None:
         assert child.wait(timeout=60) == 1
 
 
-def test_the_forward_pass_is_compiled_by_a_child() -> None:
-    kernel: Any = forward
+@pytest.mark.parametrize("kernel", [forward, linear, gated_linear])
+def test_what_takes_long_is_compiled_by_a_child(kernel: Any) -> None:
     assert kernel.in_child

@@ -1,28 +1,39 @@
 """Calls from one compiled function to another that is known only when the program runs.
 
-A kernel that few steps need is compiled by itself, when one first does. The forward pass then gets
-its address, so that it runs inside the same call as everything else, and costs a comparison where
-it isn't needed.
+The forward pass gets the address of a kernel, so that it runs inside the same call as everything
+else. A kernel that few steps need is compiled by itself, when one first does. Those that every step
+needs and that take long to compile are compiled beside the rest, on another core.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from numba import types
+from numba import typeof, types
 from numba.core import cgutils
 
 from midfill.kernels.cpu.intrinsics import OWN, generated
+from midfill.kernels.cpu.linking import compiling_together
 
 
 def kernel_address(function: Callable[..., Any], *arguments: Any) -> int:
     """Return the address of an entry point for ``call_kernel``, compiled for these arguments."""
-    dispatcher: Any = function
-    signature = tuple(dispatcher.typeof_pyval(argument) for argument in arguments)
-    dispatcher.compile(signature)
-    compiled = dispatcher.overloads[signature]
-    name = compiled.fndesc.llvm_func_name
-    address: int = compiled.library.get_pointer_to_function(name)
+    (address,) = kernel_addresses([(function, arguments)])
     return address
+
+
+def kernel_addresses(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[int]:
+    """Return the addresses of several entry points, compiled together, each for its arguments."""
+    kernels: list[tuple[Any, Any]] = [
+        (function, tuple(typeof(each) for each in arguments)) for function, arguments in calls
+    ]
+    addresses: list[int] = []
+    with compiling_together(kernels):
+        for kernel, signature in kernels:
+            kernel.compile_here(signature)
+            compiled = kernel.overloads[signature]
+            name = compiled.fndesc.llvm_func_name
+            addresses.append(compiled.library.get_pointer_to_function(name))
+    return addresses
 
 
 @generated(types.void, OWN, OWN)

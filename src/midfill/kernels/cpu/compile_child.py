@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from midfill.system.python_child import python_command, python_environment
@@ -24,16 +24,19 @@ from midfill.system.python_child import python_command, python_environment
 _log = logging.getLogger(__name__)
 
 
-def compile_in_child(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Have a child compile an entry point and store it in the cache; return when it has ended.
+Signature = tuple[Any, ...]
+"""Numba's types of a function's arguments."""
+
+
+def compile_in_child(calls: Sequence[tuple[Callable[..., Any], Signature]]) -> None:
+    """Have a child compile entry points and store them in the cache; return when it has ended.
 
     A child that fails is logged: the caller finds nothing in the cache and compiles by itself.
 
     Args:
-        function: the entry point's Python function, of that name in its module.
-        args: Numba's types of its arguments.
+        calls: the entry points' Python functions, of that name in their modules.
     """
-    task = pickle.dumps((function.__module__, function.__qualname__, args))
+    task = pickle.dumps([(each.__module__, each.__qualname__, types) for each, types in calls])
     try:
         with subprocess.Popen(
             python_command("-m", "midfill.kernels.cpu.compile_child"),
@@ -62,9 +65,10 @@ def main() -> None:
     """Compile what standard input names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     gc.disable()  # what the compiler makes is gone soon enough, with this process
-    module, name, args = pickle.load(sys.stdin.buffer)
+    calls: list[tuple[str, str, Signature]] = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    getattr(importlib.import_module(module), name).compile_here(args)
+    for module, name, types in calls:
+        getattr(importlib.import_module(module), name).compile_here(types)
     os._exit(0)
 
 

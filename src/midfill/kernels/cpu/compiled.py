@@ -73,7 +73,7 @@ class CompiledCache:
         with ExitStack() as stack:
             is_first = False
             if not path.exists():
-                lock = self._folder.parent / f"{self._folder.name}-{path.name[-16:]}.lock"
+                lock = self._folder.parent / f"{self._folder.name}-{path.name}.lock"
                 with suppress(OSError, Timeout):
                     self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
                     stack.enter_context(

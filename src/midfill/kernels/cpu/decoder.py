@@ -31,7 +31,7 @@ from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, DecoderWeight
 from midfill.kernels.cpu.embedding import embed
 from midfill.kernels.cpu.jit import entry_point_from_child, kernel
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, touch_page, write_entry
-from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
+from midfill.kernels.cpu.linear import LinearOutput, LinearWeights, Tiling
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
 from midfill.kernels.cpu.peaks import choose_likeliest, start_peaks
 from midfill.kernels.cpu.row_blocks import alone, batch_part, count_blocks, workspace_part
@@ -67,6 +67,15 @@ class _Part(NamedTuple):
 @kernel
 def _tiling(workspace: Workspace, context: ThreadContext, matrix: int) -> Tiling:
     return Tiling(workspace.tile_rows[matrix], workspace.products[context.thread])
+
+
+@kernel
+def _multiply(
+    context: ThreadContext, config: DecoderConfig, x: Activations, x_at: int,
+    weights: LinearWeights, layer: int, out: LinearOutput, tiling: Tiling,
+) -> None:  # fmt: skip
+    """Call ``linear``."""
+    call_kernel(config.linear, (context, x, x_at, weights, layer, out, tiling))
 
 
 @kernel
@@ -174,8 +183,8 @@ def _project_block(
     rows, width = len(batch.token_ids), weights.qkv.outputs
     kv = _layer_kv(config, cache, layer)
     start = _norm_rows(context, hidden, rows, weights.attn_norm, layer, workspace.normed)
-    linear(
-        context, workspace.normed, start, weights.qkv, layer,
+    _multiply(
+        context, config, workspace.normed, start, weights.qkv, layer,
         LinearOutput(workspace.qkv, rows, width, False, 1.0, workspace.peaks[0], False),
         _tiling(workspace, context, QKV_TILES),
     )  # fmt: skip
@@ -226,8 +235,8 @@ def _output_block(
     hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """hidden += o(attended)."""
-    linear(
-        context, workspace.attended, 0, weights.o, layer,
+    _multiply(
+        context, config, workspace.attended, 0, weights.o, layer,
         _added_rows(config, hidden, rows, workspace), _tiling(workspace, context, OUTPUT_TILES),
     )  # fmt: skip
     end_phase(context, OUTPUT)
@@ -242,13 +251,16 @@ def _mlp_block(
 ) -> None:  # fmt: skip
     """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
     start = _norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
-    gated_linear(
-        context, workspace.normed, start, rows, weights.gate_up, layer, workspace.gated,
-        _tiling(workspace, context, GATE_UP_TILES),
+    call_kernel(
+        config.gated_linear,
+        (
+            context, workspace.normed, start, rows, weights.gate_up, layer, workspace.gated,
+            _tiling(workspace, context, GATE_UP_TILES),
+        ),
     )  # fmt: skip
     end_phase(context, GATE_UP)
-    linear(
-        context, workspace.gated, 0, weights.down, layer,
+    _multiply(
+        context, config, workspace.gated, 0, weights.down, layer,
         _added_rows(config, hidden, rows, workspace), _tiling(workspace, context, DOWN_TILES),
     )  # fmt: skip
     end_phase(context, DOWN)
@@ -316,8 +328,8 @@ def _compute_logits(
     end_phase(context, NORM)
     stride, peaks = len(weights.head.bias), workspace.peaks[context.thread]
     start_peaks(peaks, outputs)
-    linear(
-        context, normed, 0, weights.head, 0,
+    _multiply(
+        context, config, normed, 0, weights.head, 0,
         LinearOutput(workspace.logits, outputs, stride, False, 1.0, peaks, True),
         _tiling(workspace, context, HEAD_TILES),
     )  # fmt: skip

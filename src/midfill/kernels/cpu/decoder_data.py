@@ -12,7 +12,11 @@ from midfill.kernels.cpu.softmax import SoftmaxSums
 
 
 class DecoderConfig(NamedTuple):
-    """ModelConfig as the kernels see it: numbers and switches only."""
+    """ModelConfig as the kernels see it: numbers and switches only.
+
+    Attributes:
+        linear, gated_linear: addresses of these kernels (calls.py).
+    """
 
     layers: int
     hidden: int
@@ -25,6 +29,8 @@ class DecoderConfig(NamedTuple):
     embedding_multiplier: float
     residual_multiplier: float
     logits_multiplier: float
+    linear: int = 0
+    gated_linear: int = 0
 
 
 class DecoderWeights(NamedTuple):

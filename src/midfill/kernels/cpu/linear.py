@@ -16,7 +16,12 @@ from midfill.kernels.cpu.amx_products import (
     configure_amx,
     release_amx,
 )
-from midfill.kernels.cpu.jit import inlined_kernel, kernel, optimized_first
+from midfill.kernels.cpu.jit import (
+    entry_point_from_child,
+    inlined_kernel,
+    kernel,
+    optimized_first,
+)
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array
 from midfill.kernels.cpu.panel_products import (
     MAX_AMX_ROWS,
@@ -170,8 +175,7 @@ def _multiply_panel(
     )  # fmt: skip
 
 
-@optimized_first
-@kernel
+@entry_point_from_child
 def linear(
     context: ThreadContext, x: Activations, x_at: int, weights: LinearWeights, layer: int,
     out: LinearOutput, tiling: Tiling,
@@ -240,8 +244,7 @@ def activate(x: Any, kind: int) -> Any:
     return multiply(x, subtract(one, divide(one, add(exp(add(u, u)), one))))
 
 
-@optimized_first
-@kernel
+@entry_point_from_child
 def gated_linear(
     context: ThreadContext, x: Activations, x_at: int, rows: int, weights: GateUpWeights,
     layer: int, out: Activations, tiling: Tiling,

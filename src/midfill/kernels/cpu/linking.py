@@ -9,7 +9,8 @@ and becomes machine code once: inside of the function that Python calls. A few k
 by themselves as well, with what they call (``Kernel.optimize_first``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 
-from midfill.kernels.cpu.compile_child import compile_in_child
+from midfill.kernels.cpu.compile_child import Signature, compile_in_child
 from midfill.kernels.cpu.compiled import CompiledCache
 
 
@@ -162,14 +163,18 @@ class Kernel(CPUDispatcher):
     def compile(self, sig: Any) -> Any:
         """Return the entry point for argument types; compile or load it if needed."""
         args, _ = sigutils.normalize_signature(sig)
-        if tuple(args) in self.overloads or not isinstance(self._cache, CompiledCache):
-            return super().compile(sig)
-        with self._cache.compiling(sig, self.targetctx.codegen()) as is_first:
-            if is_first and self.in_child:
-                compile_in_child(self.py_func, tuple(args))
+        with compiling_together([(self, tuple(args))]):
             return super().compile(sig)
 
-    def compile_here(self, args: tuple[Any, ...]) -> None:
+    def can_load(self, args: Signature) -> bool:
+        """Return whether the entry point isn't here yet, but may be in the cache."""
+        return isinstance(self._cache, CompiledCache) and args not in self.overloads
+
+    def compiling(self, args: Signature) -> AbstractContextManager[bool]:
+        """See ``CompiledCache.compiling``, for an entry point that ``can_load``."""
+        return self._cache.compiling(args, self.targetctx.codegen())
+
+    def compile_here(self, args: Signature) -> None:
         """Compile, or load, the entry point for argument types, for a caller that has the lock."""
         super().compile(args)
 
@@ -183,3 +188,22 @@ class Kernel(CPUDispatcher):
     def get_overload(self, sig: Any) -> Any:
         """Return the entry point that such a call names; see Numba's dispatcher."""
         return self._linked.get_overload(sig)
+
+
+@contextmanager
+def compiling_together(calls: Sequence[tuple[Kernel, Signature]]) -> Iterator[None]:
+    """Have one child compile those of some entry points that want it and nobody has compiled yet.
+
+    What they have in common is so translated once. No other process compiles them meanwhile.
+    """
+    with ExitStack() as stack:
+        missing = [
+            (kernel.py_func, args)
+            for kernel, args in calls
+            if kernel.can_load(args)
+            and stack.enter_context(kernel.compiling(args))
+            and kernel.in_child
+        ]
+        if missing:
+            compile_in_child(missing)
+        yield

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,16 @@ from midfill.kernels.cpu.attention_metadata import (
 )
 from midfill.kernels.cpu.attention_parts import no_parts
 from midfill.kernels.cpu.bfloat16 import has_pair_products
+from midfill.kernels.cpu.calls import kernel_addresses
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import forward
 from midfill.kernels.cpu.decoder_data import Batch, Stages
 from midfill.kernels.cpu.jit import compiled_folder, compiled_for
 from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, entry_bytes
+from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
-from midfill.kernels.cpu.thread_pool import ThreadPool
+from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
@@ -131,6 +134,7 @@ class CpuRunner:
         self._cells = CpuCells(self._kv_cache, self.config.head_dim, frequencies, self._pool)
         self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
         self._tile_rows = default_tile_rows(self.model)
+        self._config = model.config  # and the addresses of kernels, once they are compiled
         self._no_parts = no_parts()
         self._parts: PartAttention | None = None
         usual = usual_size(self.config, max_rows, slots, self._pool.threads)
@@ -310,7 +314,7 @@ class CpuRunner:
 
     def _execute(self, hidden: Float32Array, prepared: Batch, stages: Stages) -> None:
         self._pool.run_on_standby(
-            self._forward, self.model.config, self.model.weights, self._kv_cache, prepared,
+            self._forward, self._config, self.model.weights, self._kv_cache, prepared,
             hidden.reshape(-1), self._memory.workspace, stages,
         )  # fmt: skip
 
@@ -382,6 +386,7 @@ class CpuRunner:
         """Return the forward pass, compiled, after an empty step on this thread and one on all.
 
         The second one compiles what starts the threads, for which the first request would wait.
+        Products are compiled beside the rest of the pass, in about the same time.
         """
         nothing = np.zeros(0, np.int32)
         batch = ForwardBatch(
@@ -389,11 +394,26 @@ class CpuRunner:
             nothing,
         )  # fmt: skip
         arguments = (
-            0, 1, self._pool.sync, self.model.config, self.model.weights, self._kv_cache,
-            self._prepare(batch), self._memory.hidden.reshape(-1), self._memory.workspace,
-            Stages(True, 0, 0, True),
+            self.model.weights, self._kv_cache, self._prepare(batch),
+            self._memory.hidden.reshape(-1), self._memory.workspace, Stages(True, 0, 0, True),
         )  # fmt: skip
-        compiled = compiled_for(forward, *arguments)
-        compiled(*arguments)
-        self._pool.run_on_standby(compiled, *arguments[3:])
+        with ThreadPoolExecutor(1) as beside:
+            addresses = beside.submit(self._compile_products)
+            compiled = compiled_for(forward, 0, 1, self._pool.sync, self._config, *arguments)
+            linear_address, gated_address = addresses.result()
+        self._config = self._config._replace(linear=linear_address, gated_linear=gated_address)
+        compiled(0, 1, self._pool.sync, self._config, *arguments)
+        self._pool.run_on_standby(compiled, self._config, *arguments)
         return compiled
+
+    def _compile_products(self) -> list[int]:
+        """Return the addresses of the kernels that multiply by weights."""
+        weights, workspace = self.model.weights, self._memory.workspace
+        context = ThreadContext(0, 1, self._pool.sync, self._clock)
+        tiling = Tiling(workspace.tile_rows[0], workspace.products[0])
+        out = LinearOutput(workspace.qkv, 0, 0, False, 1.0, workspace.peaks[0], False)
+        normed, gated = workspace.normed, workspace.gated
+        return kernel_addresses([
+            (linear, (context, normed, 0, weights.qkv, 0, out, tiling)),
+            (gated_linear, (context, normed, 0, 0, weights.gate_up, 0, gated, tiling)),
+        ])  # fmt: skip
