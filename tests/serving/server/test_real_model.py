@@ -12,6 +12,7 @@ from documented_requests import ask, shown_answers, without_volatile
 from running_server import RunningServer, start
 
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+from midfill.runners.cpu.runner import multiplies_bfloat16
 
 pytestmark = pytest.mark.real_model
 
@@ -32,6 +33,14 @@ def infilling() -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def infilling_elsewhere() -> Iterator[RunningServer]:
+    """The default model with KV as other chips have it: answers differ a little."""
+    dtype = "f16" if multiplies_bfloat16() else "bf16"
+    with start(DEFAULT_MODEL, "--kv-memory", "512MB", "--kv-cache-dtype", dtype) as server:
+        yield server
+
+
 @pytest.mark.parametrize(("command", "answer"), shown_answers(), ids=str)
 def test_it_answers_as_the_documentation_shows(
     infilling: RunningServer, command: ShellCommand, answer: Block
@@ -42,10 +51,22 @@ def test_it_answers_as_the_documentation_shows(
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
 def test_the_playgrounds_samples_are_answered_right(infilling: RunningServer, sample: Path) -> None:
+    assert_answered_right(infilling, sample)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_they_are_on_chips_with_another_kv_cache_dtype(
+    infilling_elsewhere: RunningServer, sample: Path
+) -> None:
+    assert_answered_right(infilling_elsewhere, sample)
+
+
+def assert_answered_right(server: RunningServer, sample: Path) -> None:
     """What is between a sample's marks is suggested, and sure enough to be shown by editors."""
     prompt, missing, suffix = sample.read_text("utf-8").split("\N{CARET}")
     for fields in ({}, {"min_confidence": "editor", "suggestion": True}):
-        answer = infilling.complete(
+        answer = server.complete(
             prompt=prompt,
             suffix=suffix,
             max_tokens=96,
