@@ -5,6 +5,7 @@ are what ``LLM`` returns.
 """
 
 import codecs
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -265,6 +266,19 @@ class GeneratedAnswer:
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...]
     confidence: Confidence | None = None
+
+
+def best_first(answers: Sequence[GeneratedAnswer]) -> list[GeneratedAnswer]:
+    """Return answers by how probable their first lines are, those without text last.
+
+    Those of which that isn't known stay in their order.
+    """
+
+    def rank(answer: GeneratedAnswer) -> tuple[bool, float]:
+        found = answer.confidence
+        return bool(answer.text.strip()), -math.inf if found is None else found.line.joint
+
+    return sorted(answers, key=rank, reverse=True)
 
 
 @dataclass(frozen=True)
