@@ -10,10 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
+import msgspec
+
 from midfill.config import Backend, KVCacheDtypeName, ModelOptions, WeightsOption
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
-from midfill.engine.request import EngineOutput, EngineStats
+from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import (
     AnswerStream,
@@ -110,10 +112,13 @@ class InProcessEngine:
             InvalidRequestError: a prompt can never run.
             GenerationError: the engine failed on one.
         """
-        places = {f"{next(self._numbers)}": place for place in range(len(responses))}
+        requests = [
+            response.prompt.request(f"{next(self._numbers)}", sampling) for response in responses
+        ]
+        places = {request.request_id: place for place, request in enumerate(requests)}
         try:
-            for request_id, place in places.items():
-                self._add(request_id, responses[place].prompt, sampling)
+            for request in requests:
+                self._add(request)
             while not all(response.finished for response in responses):
                 for output in self._next_outputs(places):
                     place = places[output.request_id]
@@ -122,16 +127,22 @@ class InProcessEngine:
                         yield place, delta
                         if delta.finish_reason is not None and output.finish_reason is None:
                             self._end(output.request_id, output.index)
+                    follow_up = responses[place].follow_up(requests[place])
+                    for request in follow_up.requests:
+                        places[request.request_id] = place
+                        self._add(request)
+                    for request_id in follow_up.ended:
+                        self._drop(request_id)
                     if responses[place].finished:
                         self._drop(output.request_id)
         finally:
             for request_id in places:
                 self._drop(request_id)
 
-    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+    def _add(self, request: EngineRequest) -> None:
         with self._lock:
-            self._engine.add(prompt.request(request_id, sampling))
-            self._mailboxes[request_id] = deque()
+            self._engine.add(request)
+            self._mailboxes[request.request_id] = deque()
 
     def _end(self, request_id: str, index: int) -> None:
         """End an answer in which a stop string was found: the engine doesn't know of those."""
@@ -307,6 +318,7 @@ class LLM:
         *,
         healing: bool = True,
         empty_threshold: float | None = None,
+        candidates: int | None = None,
         method: str | None = None,
         **options: Unpack[InfillOptions],
     ) -> GenerationResult:
@@ -321,12 +333,16 @@ class LLM:
             empty_threshold: the answer is empty where the probability of an empty answer is above
                 this, and has text elsewhere; 0 leaves it to each token. None takes what the model
                 says.
+            candidates: see ``SamplingParams``; None takes what ``sampling`` says.
             method: see ``generate``.
             options: see ``InfillOptions``.
 
         Raises:
             InvalidRequestError: a text or a parameter that can't be used.
         """
+        sampling = sampling or DEFAULT_SAMPLING
+        if candidates is not None:
+            sampling = msgspec.structs.replace(sampling, candidates=candidates)
         sampling = self._checked(sampling)
         request = _infill_request(prefix, suffix, options)
         prompt = self._infill_prompt(request, healing, empty_threshold, sampling)
@@ -432,6 +448,7 @@ class LLM:
 
     def _stream(self, prompt: Prompt, sampling: SamplingParams) -> AnswerStream:
         sampling = with_token_stops(sampling, [prompt], self.tokenizer)
+        sampling = msgspec.structs.replace(sampling, candidates=1)
         response = PromptGeneration(prompt, sampling, self.tokenizer, streamed=True)
         return AnswerStream(response, self._engine.answer([response], sampling))
 

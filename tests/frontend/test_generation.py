@@ -7,7 +7,14 @@ from hypothesis import given
 from tiny_checkpoints import tiny_tokenizer
 
 from midfill.engine.request import TokenLogprobs
-from midfill.frontend.generation import PromptToken, prompt_tokens
+from midfill.frontend.confidence import Confidence
+from midfill.frontend.generation import (
+    GeneratedAnswer,
+    PromptToken,
+    best_first,
+    prompt_tokens,
+)
+from midfill.infill.confidence import Features
 from midfill.models.tokens.tokenizer import Tokenizer
 
 TINY = Tokenizer(tiny_tokenizer())
@@ -38,6 +45,19 @@ def test_the_first_token_has_no_score_and_each_later_one_its_own() -> None:
     ]
     assert tokens[0].top == ()
     assert tokens[1].top[0].token_id == 70
+
+
+def generated(text: str, joint: float | None) -> GeneratedAnswer:
+    line = Features(joint or 0.0, 0.0, 0.0, 0.0)
+    confidence = None if joint is None else Confidence(line, line, None)
+    return GeneratedAnswer(text, (), "stop", None, (), confidence)
+
+
+def test_the_most_probable_answer_comes_first_and_those_without_text_last() -> None:
+    answers = [generated(" ", -0.1), generated("a", -2.0), generated("b", -1.0)]
+    assert [answer.text for answer in best_first(answers)] == ["b", "a", " "]
+    unknown = [generated("a", None), generated("b", None)]
+    assert best_first(unknown) == unknown
 
 
 def test_special_tokens_count_where_they_are_spelled_and_not_where_they_were_added() -> None:

@@ -6,6 +6,7 @@ most one token later than without the check.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from midfill.engine.request import TokenLogprobs
 from midfill.infill.confidence import AnswerConfidence, ConfidenceRule, Features, TokenScore
@@ -27,6 +28,22 @@ class Confidence:
     estimate: float | None
 
 
+class ObservedToken(NamedTuple):
+    """A token of an answer's first line.
+
+    Attributes:
+        token_id: its id.
+        logprobs: what the engine reports of it.
+        logprob: its log probability, given what the answer has to begin with.
+        is_free: whether nothing was prescribed at its place.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs
+    logprob: float
+    is_free: bool
+
+
 class ConfidenceCheck:
     """The check of one answer.
 
@@ -37,6 +54,9 @@ class ConfidenceCheck:
         begins_with: bytes at its end that the answer's tokens begin with (token healing).
         tokenizer: the model's.
         streamed: whether the answer is shown while it arrives.
+
+    Attributes:
+        observed: the tokens of the first line so far.
     """
 
     def __init__(
@@ -55,6 +75,22 @@ class ConfidenceCheck:
         self._tokenizer = tokenizer
         self._begins_with = begins_with
         self._answer = AnswerConfidence(prefix)
+        self.observed: list[ObservedToken] = []
+
+    @property
+    def line_ended(self) -> bool:
+        """Whether the answer's first line is complete."""
+        return self._answer.line_ended
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether the answer has no text so far."""
+        return self._answer.is_blank
+
+    @property
+    def joint(self) -> float:
+        """Log probability of the first line so far, given what it has to begin with."""
+        return self._answer.joint
 
     def observe(self, token_id: int, logprobs: TokenLogprobs, text: str) -> None:
         """Take the next token, and the text that it adds to the answer."""
@@ -69,6 +105,7 @@ class ConfidenceCheck:
         score = TokenScore.of(logprobs.logprob, others, conditional=bool(begins_with))
         self._begins_with = begins_with[len(self._tokenizer.token_bytes(token_id)) :]
         self._answer.push(score, text)
+        self.observed.append(ObservedToken(token_id, logprobs, score.logprob, not begins_with))
 
     def shows(self, *, finished: bool) -> bool | None:
         """Return whether the answer is sure enough; None as long as that isn't known.

@@ -5,11 +5,13 @@ are what ``LLM`` returns.
 """
 
 import codecs
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from midfill.engine.request import EngineOutput, TokenLogprobs
+from midfill.engine.request import EngineOutput, EngineRequest, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerDelta, Candidate, StopStrings, TokenLogprob
+from midfill.frontend.candidates import CandidateSearch, FollowUp
 from midfill.frontend.confidence import Confidence, ConfidenceCheck
 from midfill.frontend.prompt import LayoutReport, Prompt
 from midfill.frontend.sampling import PostProcessing, SamplingParams
@@ -97,25 +99,25 @@ class PromptGeneration:
         self.prompt = prompt
         self.prompt_tokens: tuple[PromptToken, ...] = ()
         self._tokenizer = tokenizer
-        stops = StopStrings(sampling.stops)
-        healed = len(prompt.begins_with)
-        trims = sampling.post_processing
-        # A client whose stop string is a line break doesn't want to see one.
-        unwanted = any(stop in prompt.line_break for stop in sampling.stop)
-        self._answers = [
-            Answer(
-                index,
+        self._search: CandidateSearch | None = None
+        answer = _answer_factory(prompt, sampling, tokenizer, streamed)
+        least = sampling.min_confidence
+        if sampling.candidates > 1 and sampling.n == 1 and prompt.infilling and not streamed:
+            self._search = CandidateSearch(
+                sampling.candidates,
                 tokenizer,
-                sampling,
-                stops,
-                healed=healed,
-                line_break="" if unwanted else prompt.line_break,
-                trimmer=trims.trimmer(prompt.prefix, prompt.suffix, infilling=prompt.infilling),
-                check=_confidence_check(prompt, sampling, tokenizer, streamed),
-                shorten=_suggestion_of(prompt, trims, streamed),
+                lambda: _confidence_check(prompt, 0.0, tokenizer, streamed=False),
+                lambda check: answer(0, check),
+                least,
             )
+        self._answers: Sequence[Answer | CandidateSearch] = [
+            answer(index, None)
+            if least is None or not prompt.infilling
+            else answer(index, _confidence_check(prompt, least, tokenizer, streamed=streamed))
             for index in range(sampling.n)
         ]
+        if self._search is not None:
+            self._answers = [self._search]
         self._cached_tokens = self._reused_tokens = 0
         self._knows_cached = True
         self._counted_prompt: int | None = None
@@ -164,6 +166,8 @@ class PromptGeneration:
         Raises:
             GenerationError: the engine failed on the request.
         """
+        if self._search is not None and self._search.owns(output):
+            return self._search.push(output)
         self._knows_cached = output.cached_tokens is not None
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens or 0)
         self._reused_tokens = max(self._reused_tokens, output.reused_tokens)
@@ -180,14 +184,49 @@ class PromptGeneration:
             )
         return self._answers[output.index].push(output)
 
+    def follow_up(self, request: EngineRequest) -> FollowUp:
+        """Return what the engine is to do after an output was taken; see ``CandidateSearch``.
+
+        Args:
+            request: the prompt's.
+        """
+        return FollowUp() if self._search is None else self._search.follow_up(request)
+
+    def refuse(self, requests: Sequence[EngineRequest]) -> AnswerDelta | None:
+        """Go on without requests of a ``follow_up``; return what is new, as ``push``."""
+        return None if self._search is None else self._search.refuse(requests)
+
+
+def _answer_factory(
+    prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer, streamed: bool
+) -> Callable[[int, ConfidenceCheck | None], Answer]:
+    """Return what makes an answer to a prompt, given its index and its check."""
+    stops = StopStrings(sampling.stops)
+    trims = sampling.post_processing
+    # A client whose stop string is a line break doesn't want to see one.
+    unwanted = any(stop in prompt.line_break for stop in sampling.stop)
+
+    def answer(index: int, check: ConfidenceCheck | None) -> Answer:
+        return Answer(
+            index,
+            tokenizer,
+            sampling,
+            stops,
+            healed=len(prompt.begins_with),
+            line_break="" if unwanted else prompt.line_break,
+            trimmer=trims.trimmer(prompt.prefix, prompt.suffix, infilling=prompt.infilling),
+            check=check,
+            shorten=_suggestion_of(prompt, trims, streamed),
+        )
+
+    return answer
+
 
 def _confidence_check(
-    prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer, streamed: bool
-) -> ConfidenceCheck | None:
-    if sampling.min_confidence is None or not prompt.infilling:
-        return None
+    prompt: Prompt, least: float, tokenizer: Tokenizer, *, streamed: bool
+) -> ConfidenceCheck:
     return ConfidenceCheck(
-        sampling.min_confidence,
+        least,
         prompt.confidence_rule,
         prompt.prefix,
         prompt.begins_with,
@@ -227,6 +266,19 @@ class GeneratedAnswer:
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...]
     confidence: Confidence | None = None
+
+
+def best_first(answers: Sequence[GeneratedAnswer]) -> list[GeneratedAnswer]:
+    """Return answers by how probable their first lines are, those without text last.
+
+    Those of which that isn't known stay in their order.
+    """
+
+    def rank(answer: GeneratedAnswer) -> tuple[bool, float]:
+        found = answer.confidence
+        return bool(answer.text.strip()), -math.inf if found is None else found.line.joint
+
+    return sorted(answers, key=rank, reverse=True)
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,11 @@ class Prompt:
         streamed = stream_interval < math.inf
         if not self.infilling or (self.confidence_rule is None and sampling.min_confidence):
             sampling = msgspec.structs.replace(sampling, min_confidence=None)
+        sent_at_once = START_TOKENS if sampling.min_confidence and streamed else 0
+        if not self.infilling or sampling.n > 1:
+            sampling = msgspec.structs.replace(sampling, candidates=1)
+        elif sampling.candidates > 1:
+            sent_at_once = sampling.max_tokens  # each token may start a branch, or end one
         return EngineRequest(
             request_id=request_id,
             token_ids=self.token_ids,
@@ -196,7 +201,7 @@ class Prompt:
             empty_threshold=0.0 if sampling.ignore_eos else self.empty_threshold,
             stream_interval=stream_interval,
             stop_bytes=sampling.stop_bytes,
-            sent_at_once=START_TOKENS if sampling.min_confidence and streamed else 0,
+            sent_at_once=sent_at_once,
             method=self.method,
             contexts=self.contexts,
             document=self.document,

@@ -11,6 +11,7 @@ import msgspec
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.validation import check_parameter, check_sampling_ranges
 from midfill.errors import InvalidRequestError
+from midfill.infill.candidates import MAX_CANDIDATES
 from midfill.infill.confidence import TOP_TOKENS
 from midfill.infill.trim import Brackets, Lines, Trimmer
 
@@ -126,6 +127,9 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         min_confidence: an answer to an infilling request is empty where the estimate that its first
             line is right is below (``infill/confidence.py``); 0 only estimates, None doesn't. A
             model without a ``ConfidenceRule`` has no estimate, and no such answers.
+        candidates: how many answers to an infilling request may be tried, of which the one with
+            the most probable first line is kept (``infill/candidates.py``); 1 tries no others.
+            Streamed answers, and several to one prompt, have no candidates.
         trimming: the former name of ``post_processing``, for one release.
     """
 
@@ -133,6 +137,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     post_processing: PostProcessing = PostProcessing()
     min_confidence: float | None = None
+    candidates: int = 1
     trimming: PostProcessing | None = None
 
     def __post_init__(self) -> None:
@@ -175,7 +180,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         if end_bias and not self.ignore_eos:
             fields["logit_bias"] = {**dict.fromkeys(end_tokens, end_bias), **self.logit_bias}
         fields["max_tokens"] = min(max(self.max_tokens, 1) + healed, 2**31 - 1)
-        if self.min_confidence is not None:
+        if self.min_confidence is not None or self.candidates > 1:
             fields["logprobs"] = max(self.logprobs or 0, TOP_TOKENS)
         return EngineSamplingParams(**fields)
 
@@ -204,6 +209,7 @@ def check_sampling(
     check_sampling_ranges(sampling, vocab_size, MAX_LOGPROBS, names)
     sure = sampling.min_confidence is None or 0.0 <= sampling.min_confidence <= 1.0
     check("min_confidence", sure, "a number from 0 to 1")
+    check("candidates", 1 <= sampling.candidates <= MAX_CANDIDATES, f"from 1 to {MAX_CANDIDATES}")
     stop_tokens = len(sampling.stop_token_ids)
     check("stop_token_ids", stop_tokens <= MAX_STOP_TOKENS, f"of at most {MAX_STOP_TOKENS} entries")
     for token_id in sampling.stop_token_ids:

@@ -167,6 +167,11 @@ class AnswerConfidence:
         """Return the features of the line so far; None without tokens."""
         return self._features()
 
+    @property
+    def joint(self) -> float:
+        """Log probability of the line so far, however low."""
+        return math.fsum(score.logprob for score in self._scores)
+
     def _read(self, text: str) -> None:
         for char in text:
             if char == "\n" and not self.is_blank:

@@ -20,6 +20,7 @@ from midfill.config import (
     Workers,
 )
 from midfill.errors import MidfillError, OptionError
+from midfill.infill.candidates import MAX_CANDIDATES
 
 RouterName = Literal["document", "round-robin"]
 DEFAULT_COMPLETION_TIMEOUT = 120.0
@@ -329,6 +330,18 @@ class ServeOptions(FrontendOptions):
             " chosen for the model.",
         ),
     ] = None
+    candidates: Annotated[
+        int,
+        Flag(
+            panel="Limits",
+            min=1,
+            max=MAX_CANDIDATES,
+            metavar="N",
+            help="Where the model is undecided, try up to N answers for editors and give them the"
+            " one whose first line is the most probable; streamed answers excepted. 1 tries no"
+            " others and is the fastest.",
+        ),
+    ] = 1
     step_timeout: Annotated[
         float,
         Flag(
@@ -383,6 +396,11 @@ class ServeOptions(FrontendOptions):
             raise OptionError(
                 f"--{given}-workers needs --{missing}-workers, too: prompts are computed by the"
                 " ones, answers by the others; leave both out for one engine that does both"
+            )
+        if prefill and self.candidates > 1:
+            raise OptionError(
+                "--candidates and --decode-workers don't go together: an answer begins and ends"
+                " on one worker; leave out one of them"
             )
         if prefill and self.options.method != "none":
             raise OptionError(

@@ -92,3 +92,32 @@ def test_an_error_ends_it_after_what_came_before() -> None:
             await anext(stream)
 
     asyncio.run(test())
+
+
+def test_a_stream_yields_what_it_has_absorbed_and_ends_with_it() -> None:
+    async def test() -> None:
+        owner = Owner()
+        stream = OutputStream(owner, (stream_request("a"),))
+        other = OutputStream(owner, (stream_request("b"),))
+        other.put(stream_output("b", 1))
+        stream.absorb(other)
+        stream.put(stream_output("a", 2, "stop"))
+        other.put(stream_output("b", 3, "stop"))
+        assert await read(stream) == [1, 2, 3]
+        assert owner.forgotten == ["a", "b"]
+
+    asyncio.run(test())
+
+
+def test_what_a_stream_has_absorbed_is_cancelled_with_it() -> None:
+    async def test() -> None:
+        owner = Owner()
+        stream = OutputStream(owner, (stream_request("a"),))
+        other = OutputStream(owner, (stream_request("b"),))
+        stream.absorb(other)
+        other.close()
+        assert owner.cancelled == []
+        stream.close()
+        assert owner.cancelled == [("a", None), ("b", None)]
+
+    asyncio.run(test())

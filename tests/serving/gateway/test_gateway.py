@@ -53,6 +53,21 @@ def test_clients_are_told_the_context_in_tokens_though_prompts_are_counted_in_ch
     run(test())
 
 
+def test_answers_of_other_servers_have_no_candidates() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                body = {"prompt": "a = ", "suffix": "\n", "midfill": {"candidates": 2}}
+                response = await gateway.client.post("/v1/completions", json=body)
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == "midfill.candidates"
+                body["midfill"] = {"candidates": 1}
+                response = await gateway.client.post("/v1/completions", json=body)
+                assert response.status_code == 200
+
+    run(test())
+
+
 @pytest.mark.parametrize("owner", ["vllm", "sglang", "midfill", "somebody"])
 def test_servers_of_openais_api_are_asked_for_raw_completions(owner: str) -> None:
     async def test() -> None:

@@ -174,3 +174,8 @@ def check_survives(server: RunningServer, alone: RunningServer, place: int) -> N
 def test_workers_that_cannot_serve_are_refused(workers: Workers, method: str, words: str) -> None:
     with pytest.raises(MidfillError, match=words):
         ServeOptions(model="m", workers=workers, options=ModelOptions(method=method))
+
+
+def test_workers_try_no_other_candidates() -> None:
+    with pytest.raises(MidfillError, match="--candidates and --decode-workers don't go together"):
+        ServeOptions(model="m", workers=Workers(1, 1), candidates=2)

@@ -45,6 +45,7 @@ class OutputStream(AsyncIterator[EngineOutput]):
             request.request_id: set(range(request.sampling.n)) for request in requests
         }
         self._has_overflowed = False
+        self._absorbed_by: OutputStream | None = None
         _streams.add(self)
 
     @property
@@ -92,12 +93,23 @@ class OutputStream(AsyncIterator[EngineOutput]):
 
     def put(self, item: EngineOutput | MidfillError) -> None:
         """Queue an output, or the error that the stream ends with. Called by the owner."""
+        if self._absorbed_by is not None:
+            self._absorbed_by.put(item)
+            return
         if self._queue.qsize() >= MAX_UNDELIVERED and self._unfinished:
             self._has_overflowed = True
             self.close()
             self._queue = asyncio.Queue()
             return
         self._queue.put_nowait(item)
+
+    def absorb(self, other: "OutputStream") -> None:
+        """Yield the outputs of another stream of the same owner, too, from now on."""
+        self._unfinished.update(other._unfinished)
+        other._unfinished = {}
+        other._absorbed_by = self
+        while not other._queue.empty():
+            self._queue.put_nowait(other._queue.get_nowait())
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End one of the requests, or one of its answers; it yields no more outputs."""

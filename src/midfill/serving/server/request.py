@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from weakref import WeakSet, WeakValueDictionary
@@ -14,7 +14,7 @@ from weakref import WeakSet, WeakValueDictionary
 import msgspec
 
 from midfill.engine.process.outputs import OutputStream
-from midfill.engine.request import EngineOutput
+from midfill.engine.request import EngineOutput, EngineRequest
 from midfill.errors import DeadlineError, InvalidRequestError, UnavailableError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GenerationResult, PromptGeneration, Usage, whole_answers
@@ -232,11 +232,10 @@ class Generation:
             if not self._superseded:
                 with self._engine.submit(*self._requests) as self._outputs:
                     async for output in self._outputs:
-                        delta = self._push(output, self._outputs)
-                        if delta is None:
-                            continue
-                        complete += delta.finish_reason is not None
-                        yield self._places[output.request_id], delta
+                        place = self._places[output.request_id]
+                        for delta in self._push(place, output, self._outputs):
+                            complete += delta.finish_reason is not None
+                            yield place, delta
             if not self._superseded:
                 self._on_complete(self.responses)
                 return
@@ -257,22 +256,47 @@ class Generation:
             pieces[place].append(delta)
         return list(map(whole_answers, self.responses, pieces))
 
-    def _push(self, output: EngineOutput, outputs: OutputStream) -> AnswerDelta | None:
-        """Turn an output into text, and count it."""
-        place = self._places[output.request_id]
-        response = self.responses[place]
-        if output.prefill_seconds is not None:
-            self.prompt_times[place].admitted = time.perf_counter() - output.prefill_seconds
-        if output.token_ids:
-            self._record_tokens(place, output.index, len(output.token_ids))
+    def _push(
+        self, place: int, output: EngineOutput, outputs: OutputStream
+    ) -> Iterator[AnswerDelta]:
+        """Turn an output into text, and count it; start and end what has to be after it."""
+        response, request = self.responses[place], self._requests[place]
+        if output.request_id == request.request_id:  # not a branch
+            if output.prefill_seconds is not None:
+                self.prompt_times[place].admitted = time.perf_counter() - output.prefill_seconds
+            if output.token_ids:
+                self._record_tokens(place, output.index, len(output.token_ids))
         delta = response.push(output)
-        if delta is not None and delta.finish_reason is not None:
-            if output.finish_reason is None:
+        if delta is not None:
+            if delta.finish_reason is not None and output.finish_reason is None:
                 # A stop string has ended the answer, or it is not sure enough: the engine does not
                 # know.
                 outputs.cancel(output.request_id, output.index)
+            yield self._counted(place, delta)
+        follow_up = response.follow_up(request)
+        if follow_up.requests and not self._start(place, follow_up.requests, outputs):
+            delta = response.refuse(follow_up.requests)
+            if delta is not None:
+                yield self._counted(place, delta)
+            follow_up = response.follow_up(request)
+        for request_id in follow_up.ended:
+            outputs.cancel(request_id)
+
+    def _start(self, place: int, requests: Sequence[EngineRequest], outputs: OutputStream) -> bool:
+        """Start further requests of a prompt; return whether the engine takes them."""
+        try:
+            outputs.absorb(self._engine.submit(*requests))
+        except UnavailableError:
+            return False
+        self._places |= {request.request_id: place for request in requests}
+        return True
+
+    def _counted(self, place: int, delta: AnswerDelta) -> AnswerDelta:
+        """Return a delta, counted if it is an answer's last one."""
+        if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason)
             self._metrics.answer_finished(delta.finish_reason)
+            response = self.responses[place]
             if response.finished:
                 self._record_finished(response.usage, self.prompt_times[place])
         return delta

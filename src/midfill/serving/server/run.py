@@ -210,6 +210,7 @@ async def assemble_service(
         stream_interval=options.stream_interval,
         completion_timeout=options.completion_timeout,
         min_confidence=options.min_confidence,
+        candidates=None if sum(options.workers) else options.candidates,
         tenants=tenants,
         limits=limits,
     )

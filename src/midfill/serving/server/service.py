@@ -230,6 +230,7 @@ class ModelService:
         check_method: raises InvalidRequestError for a method that requests may not choose.
         limits: what tenants may use.
         min_confidence: how sure answers must be that editors get; None gives them all.
+        candidates: how many answers are tried for editors; None where none can be tried at all.
     """
 
     def __init__(
@@ -249,13 +250,14 @@ class ModelService:
         limits: RateLimits | None = None,
         completion_timeout: float = 0.0,
         min_confidence: float | None = None,
+        candidates: int | None = None,
         encodes_at_once: int = 0,
     ) -> None:
         """Serve ``engine``.
 
         Args:
-            name, engine, tokenizer, max_body_bytes, aliases, check_method, limits: see the
-                attributes.
+            name, engine, tokenizer, max_body_bytes, aliases, check_method, limits, candidates: see
+                the attributes.
             prompts: the encoder of the model's prompts.
             idle_prefill: compute expected prompts while the engine is idle, also where no client
                 asks for it.
@@ -296,6 +298,7 @@ class ModelService:
             _log.warning("the model doesn't say how sure it is: editors get all of its answers")
         chosen = None if rule is None else rule.threshold
         self.min_confidence = (chosen if min_confidence is None else min_confidence) or None
+        self.candidates = candidates
         self._suggestions = min_confidence != 0
 
     @property
@@ -417,6 +420,8 @@ class ModelService:
         if self._stopping:
             raise _stopping()
         record = current_request.get()
+        if streamed:
+            sampling = msgspec.structs.replace(sampling, candidates=1)
         infilling = any(prompt.infilling for prompt in prompts)
         default_timeout = self._completion_timeout if infilling else None
         generation = Generation(
@@ -446,7 +451,10 @@ class ModelService:
         """Return the parameters of an editor's request: only what is worth showing is answered."""
         ends = dataclasses.replace(sampling.post_processing, suggestion=self._suggestions)
         return msgspec.structs.replace(
-            sampling, post_processing=ends, min_confidence=self.min_confidence
+            sampling,
+            post_processing=ends,
+            min_confidence=self.min_confidence,
+            candidates=self.candidates or 1,
         )
 
     def prefill(self, prompt: Prompt, tenant: str) -> None:

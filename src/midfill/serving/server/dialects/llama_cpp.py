@@ -20,7 +20,7 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
-from midfill.frontend.generation import GeneratedAnswer, Usage, whole_answers
+from midfill.frontend.generation import GeneratedAnswer, Usage, best_first, whole_answers
 from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import (
     MAX_LOGIT_BIASES,
@@ -353,13 +353,13 @@ class Results:
         self._service = service
 
     async def whole(self, generation: Generation) -> object:
-        """Run the generation; return its one result, or a list of them."""
+        """Run the generation; return its one result, or a list of them, the best first."""
         results = [
             self._final(response.prompt, place * self._sampling.n + index, answer, generation)
             for place, (response, result) in enumerate(
                 zip(generation.responses, await generation.whole(), strict=True)
             )
-            for index, answer in enumerate(result.answers)
+            for index, answer in enumerate(best_first(result.answers))
         ]
         return results[0] if len(results) == 1 else results
 

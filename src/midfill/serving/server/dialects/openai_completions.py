@@ -111,6 +111,9 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         min_confidence: the answer is empty where the estimate that its first line is right is below
             this; 0 only tells the estimate, "editor" takes what editors' requests have. null does
             neither.
+        candidates: how many answers to try where the model is undecided; of an answer that isn't
+            streamed, the one with the most probable first line is returned. null tries no others,
+            and as many as for editors with ``min_confidence`` "editor".
         method: compresses the prompt's KV, as in "cake:budget=256", if the server allows it.
         report: "tokens" adds the prompt's tokens to the response, and what the same prompt would
             have cost in PSM order.
@@ -132,6 +135,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     brackets: Brackets | None = None
     suggestion: bool | None = None
     min_confidence: float | Literal["editor"] | None = None
+    candidates: int | None = None
     method: str | None = None
     report: Literal["tokens"] | None = None
 
@@ -240,6 +244,7 @@ def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
             sampling,
             post_processing=body.midfill.post_processing(),
             min_confidence=service.min_confidence if least == "editor" else least,
+            candidates=_candidates(body.midfill, service),
         )
     if body.echo and (body.logprobs is not None or sampling.max_tokens == 0):
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs or 0)
@@ -257,11 +262,27 @@ def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
         if body.best_of > sampling.n and logprobs is None:
             logprobs = 0
         sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
-    names = {"min_confidence": "midfill.min_confidence"}
+    names = {name: f"midfill.{name}" for name in ("min_confidence", "candidates")}
     names |= {} if body.best_of is None else {"n": "best_of"}
     check_sampling(sampling, service.tokenizer.vocab_size, names)
     body.wants_usage()
     return sampling
+
+
+def _candidates(fields: MidfillFields, service: ModelService) -> int:
+    """Return how many answers to try.
+
+    Raises:
+        InvalidRequestError: several, where no other can be tried.
+    """
+    asked = fields.candidates
+    if asked is None:
+        return (fields.min_confidence == "editor" and service.candidates) or 1
+    if service.candidates is None and asked > 1:
+        raise InvalidRequestError.of_field(
+            "midfill.candidates", "must be 1 here: answers are generated elsewhere"
+        )
+    return asked
 
 
 def _check_method(body: CompletionRequest, service: ModelService) -> None:
