@@ -138,7 +138,10 @@ class EngineProcess:
 
     async def abort(self) -> None:
         """End the process at once; it writes what each of its threads was doing to stderr."""
-        self._child.send_signal(signal.SIGABRT)
+        try:
+            self._child.send_signal(signal.SIGABRT)
+        except ValueError:  # Windows has no such signal
+            self._child.kill()
         try:
             await asyncio.wait_for(self._wait(), _ABORT_SECONDS)
         except TimeoutError:  # a stopped process gets no signals but this one

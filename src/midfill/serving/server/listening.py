@@ -368,7 +368,7 @@ def _supported_connections(wanted: int) -> int:
         return wanted
     supported = max(files - _OTHER_FILES, files // 2)
     _log.warning(
-        "this process may have %d files open, so at most %d connections; raise 'ulimit -n' for"
+        "this process may have %d files open (ulimit -n), so at most %d connections instead of"
         " --max-connections %d", files, supported, wanted,
     )  # fmt: skip
     return supported
@@ -399,7 +399,8 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sys.platform != "win32":  # where it lets several servers have one port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         except OSError:
             listener.close()
