@@ -181,6 +181,27 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+_SIGNAL_CAUSES = {
+    "SIGKILL": ", perhaps because memory ran out",
+    "SIGILL": ": the chip lacks an instruction; are NUMBA_CPU_NAME or NUMBA_CPU_FEATURES set?",
+}
+
+
+def describe_exit(status: int | None) -> str:
+    """Return in words how a process ended.
+
+    Args:
+        status: see ``EngineProcess.exit_status``.
+    """
+    if status is None or status >= 0:
+        return f"exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # one without a name
+        return f"signal {-status}"
+    return f"{name}{_SIGNAL_CAUSES.get(name, '')}"
+
+
 def _bind(socket: zmq.asyncio.Socket, folder: str) -> tuple[str, str]:
     """Bind a socket to what no other user can reach; return address and key, "" where it has none.
 
