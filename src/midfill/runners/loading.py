@@ -75,17 +75,21 @@ def load_runner(
     )
 
 
-def prepare_runner(options: ModelOptions) -> None:
+def prepare_runner(options: ModelOptions, progress: Progress | None = None) -> None:
     """Do what a runner's loading takes and needs no model for: compile the CPU kernels.
 
     They may be others than a model turns out to need: one with float32 weights has another KV
     format.
+
+    Args:
+        options: how the model will be run.
+        progress: called with (stage, done, total).
     """
     if options.backend == "torch" or options.device not in (None, "cpu") or _finds_gpu(options):
         return
     exact = options.weights == "f32" and options.kv_cache_dtype == "auto"
     kv_cache_dtype = KVCacheDtype.F32 if exact else usual_kv_cache_dtype(options.kv_cache_dtype)
-    compile_ahead(kv_cache_dtype, options.threads)
+    compile_ahead(kv_cache_dtype, options.threads, progress)
 
 
 def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:

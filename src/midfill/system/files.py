@@ -63,9 +63,11 @@ def rename_synced(path: Path, target: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Write what a system holds of a file, or of a folder's names, to the disk."""
-    if os.name == "nt" and path.is_dir():
+    is_folder = path.is_dir()
+    if os.name == "nt" and is_folder:
         return  # Windows opens no folders
-    handle = os.open(path, os.O_RDONLY)
+    # It flushes nothing, either, through a handle that can't write.
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:

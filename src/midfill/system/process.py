@@ -92,15 +92,19 @@ def return_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+_SELECTED_SOCKETS = 512  # of Python for Windows
+
+
 def raise_open_file_limit(wanted: int) -> int:
     """Raise the limit to ``wanted``, as far as the system lets; return the limit.
 
-    A limit that is higher already stays. Without such limits (Windows), returns ``wanted``.
+    A limit that is higher already stays. Windows has none, but its event loop waits for as many
+    sockets at most as ``select`` takes.
     """
     try:
         import resource
     except ImportError:
-        return wanted
+        return min(wanted, _SELECTED_SOCKETS)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import is_running, wait_for
 
-from midfill.engine.process.supervision import EngineProcess, Watchdog
+from midfill.engine.process.supervision import EngineProcess, Watchdog, describe_exit
 from midfill.errors import MidfillError
 
 
@@ -31,6 +31,20 @@ def test_one_that_cant_be_started_says_why(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(MidfillError, match=r"can't be started: .*; TMPDIR names"):
         EngineProcess.spawn()
     assert not list(long.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (1, "exit status 1"),
+        (-9, "SIGKILL, perhaps because memory ran out"),
+        (-4, "SIGILL: the chip lacks an instruction; are NUMBA_CPU_NAME"),
+        (-11, "SIGSEGV"),
+        (-50, "signal 50"),
+    ],
+)
+def test_how_a_process_ended_is_said_in_words(status: int, words: str) -> None:
+    assert describe_exit(status).startswith(words)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1, 4, 19.9, 20, 22, 120])

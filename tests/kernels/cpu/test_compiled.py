@@ -145,6 +145,11 @@ def test_a_folder_that_cannot_be_written_changes_no_answer(tmp_path: Path) -> No
         assert sum(function.stats.cache_misses.values()) == misses
 
 
+def test_a_folder_that_cannot_be_looked_into_changes_no_answer(tmp_path: Path) -> None:
+    """Another user's, or, as root may look anywhere, one whose name is too long."""
+    assert kept(tmp_path / ("x" * 300))(np.arange(4.0)) == 12.0
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_only_the_user_can_read_or_write_the_cache(tmp_path: Path, umask: int) -> None:
     folder = tmp_path / "kernels"

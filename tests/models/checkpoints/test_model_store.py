@@ -268,6 +268,14 @@ class TestRegisteredModels:
         with pytest.raises(ModelNotFoundError, match="can't be stored in"):
             model_store.resolve("tiny")
 
+    def test_a_folder_that_cannot_be_looked_into_is_one_clear_line(
+        self, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MIDFILL_CACHE", str(tmp_path / ("x" * 300)))
+        assert model_store.awaits_download("tiny")
+        with pytest.raises(ModelNotFoundError, match=r"can't be stored in .*; MIDFILL_CACHE"):
+            model_store.resolve("tiny")
+
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is simulated by it")
     def test_a_full_disk_is_one_clear_line(self, index: Index) -> None:
         index.model.folder.mkdir(parents=True)

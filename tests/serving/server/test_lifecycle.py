@@ -161,6 +161,23 @@ def test_clients_can_connect_when_the_server_says_it_is_ready(tiny_folder: Path)
         run_server(options, tiny_folder, on_ready=ready)
 
 
+def test_a_server_ends_that_is_told_to_as_it_says_it_is_ready(tiny_folder: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from midfill.config import ModelOptions
+from midfill.serving.options import ServeOptions
+from midfill.serving.server.run import run_server
+
+options = ServeOptions(
+    model={str(tiny_folder)!r}, port=0, options=ModelOptions(kv_memory=4_000_000, threads=1)
+)
+run_server(options, Path(options.model), on_ready=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=240)
+    assert ended.returncode in (0, 128 + signal.SIGTERM)
+
+
 def test_the_engine_ends_with_its_server(own_server: RunningServer) -> None:
     engine = own_server.engine_process()
     own_server.process.kill()

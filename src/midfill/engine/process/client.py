@@ -20,7 +20,12 @@ from midfill.config import (
 )
 from midfill.engine import messages
 from midfill.engine.process.outputs import OutputStream
-from midfill.engine.process.supervision import EngineProcess, RestartDelay, Watchdog
+from midfill.engine.process.supervision import (
+    EngineProcess,
+    RestartDelay,
+    Watchdog,
+    describe_exit,
+)
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.engine.scheduling.admission import Admission
 from midfill.errors import (
@@ -323,7 +328,7 @@ class EngineClient:
                 async for message in received:
                     self._hear()
                     self._handle(message)
-            reason = f"the engine process ended (exit status {process.exit_status})"
+            reason = f"the engine process ended ({describe_exit(process.exit_status)})"
             if self.info is not None:
                 _log.error("%s", reason)
         except Exception as error:  # a bug or a lack of resources: neither may end the restarts

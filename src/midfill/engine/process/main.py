@@ -109,6 +109,7 @@ def main(address: str) -> NoReturn:
     started = time.perf_counter()
     try:
         channel.send(messages.Loading("loading libraries", 0, 1))
+        progress = _throttled(channel.send)
         with without_collections():
             # The heavy imports: only this process pays for them, while the server gets ready.
             from midfill.engine.loading import load_engine
@@ -116,12 +117,13 @@ def main(address: str) -> NoReturn:
             from midfill.runners.loading import prepare_runner
 
             while isinstance(start := channel.receive_first(), messages.Prepare):
-                prepare_runner(start.options)
+                prepare_runner(start.options, progress)
             configure_logs(start.logs, process="engine")
             options = start.options
+            progress("opening the model", 0, 1)
             checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)
             buffer = OutputBuffer(checkpoint.tokenizer.token_bytes)
-        engine, _, info = load_engine(checkpoint, options, _throttled(channel.send), started)
+        engine, _, info = load_engine(checkpoint, options, progress, started)
     except Exception as error:
         if not isinstance(error, MidfillError):
             traceback.print_exc()

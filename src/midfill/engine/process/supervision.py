@@ -138,7 +138,10 @@ class EngineProcess:
 
     async def abort(self) -> None:
         """End the process at once; it writes what each of its threads was doing to stderr."""
-        self._child.send_signal(signal.SIGABRT)
+        try:
+            self._child.send_signal(signal.SIGABRT)
+        except ValueError:  # Windows has no such signal
+            self._child.kill()
         try:
             await asyncio.wait_for(self._wait(), _ABORT_SECONDS)
         except TimeoutError:  # a stopped process gets no signals but this one
@@ -176,6 +179,27 @@ class EngineProcess:
     def _release(self) -> None:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_SIGNAL_CAUSES = {
+    "SIGKILL": ", perhaps because memory ran out",
+    "SIGILL": ": the chip lacks an instruction; are NUMBA_CPU_NAME or NUMBA_CPU_FEATURES set?",
+}
+
+
+def describe_exit(status: int | None) -> str:
+    """Return in words how a process ended.
+
+    Args:
+        status: see ``EngineProcess.exit_status``.
+    """
+    if status is None or status >= 0:
+        return f"exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # one without a name
+        return f"signal {-status}"
+    return f"{name}{_SIGNAL_CAUSES.get(name, '')}"
 
 
 def _bind(socket: zmq.asyncio.Socket, folder: str) -> tuple[str, str]:

@@ -72,14 +72,15 @@ class CompiledCache:
         path = self._path(signature, codegen)
         with ExitStack() as stack:
             is_first = False
-            if not path.exists():
+            # Not the path's own method, which fails in another user's folder.
+            if not os.path.exists(path):
                 lock = self._folder.parent / f"{self._folder.name}-{path.name}.lock"
                 with suppress(OSError, Timeout):
                     self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
                     stack.enter_context(
                         FileLock(lock, timeout=_MAX_WAIT_SECONDS, mode=_PRIVATE_FILE)
                     )
-                    is_first = not path.exists() and os.access(self._folder, os.W_OK)
+                    is_first = not os.path.exists(path) and os.access(self._folder, os.W_OK)
             yield is_first
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:

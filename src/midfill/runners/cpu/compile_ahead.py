@@ -13,6 +13,7 @@ from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.runners.cpu.packed_model import pack_model
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.stored_tensor import StoredTensor
+from midfill.system.progress import Progress
 
 _SLOTS = 16  # too few to measure tiles with
 
@@ -34,8 +35,19 @@ class _BlankModel:
         return StoredTensor(name, shape, "f32", np.zeros(shape, np.float32))
 
 
-def compile_ahead(kv_cache_dtype: KVCacheDtype, threads: int | None = None) -> None:
-    """Compile, or load, what a ``CpuRunner`` of that KV cache dtype and so many threads runs."""
+def compile_ahead(
+    kv_cache_dtype: KVCacheDtype, threads: int | None = None, progress: Progress | None = None
+) -> None:
+    """Compile, or load, what a ``CpuRunner`` of that KV cache dtype and so many threads runs.
+
+    Args:
+        kv_cache_dtype: how K and V are stored.
+        threads: that a step runs on; None is one per available core.
+        progress: called with (stage, done, total).
+    """
     blank = _BlankModel()
     model = pack_model(blank)
-    CpuRunner(blank.config, model, kv_cache_dtype, slots=_SLOTS, threads=threads).close()
+    runner = CpuRunner(
+        blank.config, model, kv_cache_dtype, slots=_SLOTS, threads=threads, progress=progress
+    )
+    runner.close()

@@ -488,7 +488,7 @@ def read_arrays(path: Path, progress: Progress) -> dict[str, npt.NDArray[np.gene
                 if arrays[name].nbytes:
                     at = start + entry["data_offsets"][0]
                     parts += _parts(_bytes_of(arrays[name]), at)
-            _fill(file.fileno(), parts, progress)
+        _fill(path, parts, progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return arrays
@@ -505,26 +505,30 @@ def _parts(memory: memoryview, at: int) -> list[tuple[memoryview, int]]:
     return [(memory[start : start + _PART_BYTES], at + start) for start in starts]
 
 
-def _fill(file: int, parts: list[tuple[memoryview, int]], progress: Progress) -> None:
+def _fill(path: Path, parts: list[tuple[memoryview, int]], progress: Progress) -> None:
     """Read parts of a file into memory; report megabytes."""
     total = sum(len(memory) for memory, _ in parts)
     done = 0
     with ThreadPoolExecutor(_READERS) as pool:
-        for count in pool.map(lambda part: _read(file, *part), parts):
+        for count in pool.map(lambda part: _read(path, *part), parts):
             done += count
             progress("reading weights", done, total)
 
 
-def _read(file: int, memory: memoryview, at: int) -> int:
+def _read(path: Path, memory: memoryview, at: int) -> int:
     """Fill memory from byte ``at`` of a file on; return its size.
+
+    Each call opens the file, so that threads share no position; not every system reads without one.
 
     Raises:
         OSError: the file ends before that.
     """
     done = 0
-    while done < len(memory):
-        count = os.preadv(file, [memory[done:]], at + done)
-        if count == 0:
-            raise OSError("the file ends too early")
-        done += count
+    with path.open("rb", buffering=0) as file:
+        file.seek(at)
+        while done < len(memory):
+            count = file.readinto(memory[done:])
+            if not count:
+                raise OSError("the file ends too early")
+            done += count
     return done

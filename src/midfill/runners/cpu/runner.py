@@ -47,7 +47,7 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import LogitsOps
 from midfill.runners.rope import layer_frequencies
 from midfill.system.machine import available_threads
-from midfill.system.progress import Progress
+from midfill.system.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
     from midfill.runners.cpu.parts import PartAttention
@@ -144,14 +144,13 @@ class CpuRunner:
         # Views of the workspace's logits, by their number of rows: making one takes as long as a
         # phase of a small model.
         self._views: dict[int, Float32Array] = {}
-        if progress is not None:
-            progress("compiling kernels", 0, 1)
+        progress = progress or ignore_progress
+        progress("compiling kernels, once for this chip", 0, 1)
         self._forward = self._compile()
-        if progress is not None:
-            progress("compiling kernels", 1, 1)
         if slots < AMX_MEASURED_ROWS and amx is AmxUse.AUTO:
             amx = AmxUse.OFF
         if slots >= MEASURED_ROWS or amx is AmxUse.ON:
+            progress("measuring kernels", 0, 1)
             self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self._time_tiles, amx)
 
     @classmethod

@@ -226,9 +226,14 @@ def listen(
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(NotImplementedError):  # Windows has no such handlers
-            loop.add_signal_handler(signal.SIGTERM, task.cancel)
-            loop.add_signal_handler(signal.SIGHUP, listener.reload)  # until it has loaded
+
+        def end(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(task.cancel)
+
+        # Not the loop's own handler: a signal that the loop has not seen when such a handler is
+        # replaced is lost.
+        signal.signal(signal.SIGTERM, end)
+        _at_hangup(listener.reload)  # until it has loaded
         await serve(listener)
 
     with (
@@ -266,7 +271,6 @@ async def answer_until_stopped(
         options: bounds; None takes the defaults.
     """
     options = options or ListenOptions()
-    loop = asyncio.get_running_loop()
     counts = ConnectionCounts()
     service.metrics.add(counts.metrics)
     most = _supported_connections(options.max_connections)
@@ -289,9 +293,7 @@ async def answer_until_stopped(
         listener.reload()
         on_hangup()
 
-    with contextlib.suppress(NotImplementedError):  # Windows, which has no SIGHUP either
-        loop.remove_signal_handler(signal.SIGTERM)
-        loop.add_signal_handler(signal.SIGHUP, reload)
+    _at_hangup(reload)
     # uvicorn raises the signal that stopped it again when it is done.
     signal.signal(signal.SIGTERM, _exit)
     recording = asyncio.create_task(service.history.keep(), name="recording metrics")
@@ -299,6 +301,12 @@ async def answer_until_stopped(
         await _Server(config, service, options.drain_timeout).serve(sockets=[listener.socket])
     finally:
         recording.cancel()
+
+
+def _at_hangup(reload: Callable[[], None]) -> None:
+    """Have the running loop call ``reload`` at each SIGHUP, instead of what was named before."""
+    if hasattr(signal, "SIGHUP"):  # Windows has none
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
@@ -360,7 +368,7 @@ def _supported_connections(wanted: int) -> int:
         return wanted
     supported = max(files - _OTHER_FILES, files // 2)
     _log.warning(
-        "this process may have %d files open, so at most %d connections; raise 'ulimit -n' for"
+        "this process may have %d files open (ulimit -n), so at most %d connections instead of"
         " --max-connections %d", files, supported, wanted,
     )  # fmt: skip
     return supported
@@ -391,7 +399,8 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sys.platform != "win32":  # where it lets several servers have one port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         except OSError:
             listener.close()
