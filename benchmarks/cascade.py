@@ -153,12 +153,12 @@ class _Run:
             tokens=length,
             budget=budget,
             bound=-(-(round(budget * length) * layers + length) // layers),
-            peak=max(one.peak for one in held[cascade]),
-            one_shot_peak=max(one.peak for one in held[one_shot]),
+            peak=max(run.peak for run in held[cascade]),
+            one_shot_peak=max(run.peak for run in held[one_shot]),
             held=held[cascade][0].after_prefill,
-            ttft=median(one.ttft_seconds for one in held[cascade]),
-            one_shot_ttft=median(one.ttft_seconds for one in held[one_shot]),
-            one_shot_divergence=fmean(one for one, _, _ in apart),
+            ttft=median(run.ttft_seconds for run in held[cascade]),
+            one_shot_ttft=median(run.ttft_seconds for run in held[one_shot]),
+            one_shot_divergence=fmean(divergence for divergence, _, _ in apart),
             divergence=fmean(other for _, other, _ in apart),
             between=fmean(both for _, _, both in apart),
         )
@@ -194,7 +194,7 @@ def _divergence(p: Float32Array, q: Float32Array) -> float:
 def cascade_table(report: CascadeReport) -> ResultTable:
     """Return the table of a report."""
     return ResultTable(
-        rows=[_cells(one) for one in report.cases],
+        rows=[_cells(case) for case in report.cases],
         labels=0,
         caption=(
             f"{report.model}, {report.backend}: source text of {report.text}, no token cached."
@@ -207,19 +207,19 @@ def cascade_table(report: CascadeReport) -> ResultTable:
     )
 
 
-def _cells(one: CascadeCase) -> dict[str, str]:
+def _cells(case: CascadeCase) -> dict[str, str]:
     return {
-        "tokens": f"{one.tokens:,}",
-        "budget": f"{one.budget:.3g}",
-        "slots one-shot": f"{one.one_shot_peak:,}",
-        "slots cascade": f"{one.peak:,}",
-        "bound": f"{one.bound:,}",
-        "held": f"{one.held:,}",
-        "TTFT ms one-shot": f"{one.one_shot_ttft * 1e3:,.0f}",
-        "TTFT ms cascade": f"{one.ttft * 1e3:,.0f}",
-        "KL one-shot": f"{one.one_shot_divergence:.4f}",
-        "KL cascade": f"{one.divergence:.4f}",
-        "KL between": f"{one.between:.5f}",
+        "tokens": f"{case.tokens:,}",
+        "budget": f"{case.budget:.3g}",
+        "slots one-shot": f"{case.one_shot_peak:,}",
+        "slots cascade": f"{case.peak:,}",
+        "bound": f"{case.bound:,}",
+        "held": f"{case.held:,}",
+        "TTFT ms one-shot": f"{case.one_shot_ttft * 1e3:,.0f}",
+        "TTFT ms cascade": f"{case.ttft * 1e3:,.0f}",
+        "KL one-shot": f"{case.one_shot_divergence:.4f}",
+        "KL cascade": f"{case.divergence:.4f}",
+        "KL between": f"{case.between:.5f}",
     }
 
 

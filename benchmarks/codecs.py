@@ -60,7 +60,7 @@ class CodecOutcome(msgspec.Struct, frozen=True, kw_only=True):
         fixed_bytes: the same with every symbol in as many bits as its layer needs.
         divergence: mean KL divergence of the next token's distribution from that over exact KV, in
             nats; ``divergence_p99``: its 99th percentile.
-        agreement: share of tokens with the same likeliest next one.
+        agreement: share of tokens with the same most likely next one.
         perplexity: of the text after the coded one.
         needles: share of the needles that are told, word by word.
         encode_seconds, decode_seconds: per 1,000 tokens, on one thread.
@@ -230,13 +230,13 @@ class _Bench:
         expected = self._log_likelihoods(case)
         _add(exact, case, expected, expected)
         for level, codec in codecs.items():
-            one = scores[level]
+            totals = scores[level]
             arrays = [array.reshape(self._heads, count, -1) for array in stored]
             for start in range(0, count, CHUNK_TOKENS):
                 part = slice(start, min(start + CHUNK_TOKENS, count))
                 data = b"".join(array[:, part].tobytes() for array in arrays)
-                self._restore(_coded(codec, data, part, one), cells[:, part])
-            _add(one, case, expected, self._log_likelihoods(case))
+                self._restore(_coded(codec, data, part, totals), cells[:, part])
+            _add(totals, case, expected, self._log_likelihoods(case))
 
     def _restore(self, data: bytes, cells: Int32Array) -> None:
         halves = np.frombuffer(data, np.uint8).reshape(2, cells.size, -1)
@@ -265,47 +265,47 @@ class _Bench:
         )
 
 
-def _coded(codec: ChunkCodec, data: bytes, part: slice, one: _Scores) -> bytes:
+def _coded(codec: ChunkCodec, data: bytes, part: slice, totals: _Scores) -> bytes:
     """Return KV as it comes back from a codec; count bytes and time."""
     tokens = part.stop - part.start
     started = time.perf_counter()
     code = codec.encode(data, tokens)
     encoded = time.perf_counter()
     decoded = codec.decode(code, tokens)
-    one.encode_seconds += encoded - started
-    one.decode_seconds += time.perf_counter() - encoded
-    one.code_bytes += len(code)
+    totals.encode_seconds += encoded - started
+    totals.decode_seconds += time.perf_counter() - encoded
+    totals.code_bytes += len(code)
     return decoded
 
 
-def _add(one: _Scores, case: _Text, expected: Float32Array, got: Float32Array) -> None:
+def _add(totals: _Scores, case: _Text, expected: Float32Array, got: Float32Array) -> None:
     """Add what the rows after a text gave."""
     targets = case.rest[1:]
     if case.is_needle:
         told = got.argmax(axis=-1)[7:-1] == targets[7:]
-        one.needles.append(bool(told.all()))
+        totals.needles.append(bool(told.all()))
         return
-    one.divergence += (np.exp(expected) * (expected - got)).sum(axis=-1).tolist()
-    one.agrees += (expected.argmax(axis=-1) == got.argmax(axis=-1)).tolist()
-    one.loss += (-got[np.arange(len(targets)), targets]).tolist()
+    totals.divergence += (np.exp(expected) * (expected - got)).sum(axis=-1).tolist()
+    totals.agrees += (expected.argmax(axis=-1) == got.argmax(axis=-1)).tolist()
+    totals.loss += (-got[np.arange(len(targets)), targets]).tolist()
 
 
 def _outcome(
-    level: str, method: CacheGen, shape: KvShape, tokens: int, one: _Scores
+    level: str, method: CacheGen, shape: KvShape, tokens: int, totals: _Scores
 ) -> CodecOutcome:
     bins = method.layer_bins(shape.layers)
     bits = np.ceil(np.log2(2 * (bins // 2) - 1)).sum() * shape.channels
     return CodecOutcome(
         codec=level,
-        token_bytes=one.code_bytes / tokens,
+        token_bytes=totals.code_bytes / tokens,
         fixed_bytes=float(bits) / 8 + 2 * bins.size,
-        divergence=fmean(one.divergence),
-        divergence_p99=float(np.quantile(one.divergence, 0.99)),
-        agreement=fmean(one.agrees),
-        perplexity=math.exp(fmean(one.loss)),
-        needles=fmean(one.needles),
-        encode_seconds=1000 * one.encode_seconds / tokens,
-        decode_seconds=1000 * one.decode_seconds / tokens,
+        divergence=fmean(totals.divergence),
+        divergence_p99=float(np.quantile(totals.divergence, 0.99)),
+        agreement=fmean(totals.agrees),
+        perplexity=math.exp(fmean(totals.loss)),
+        needles=fmean(totals.needles),
+        encode_seconds=1000 * totals.encode_seconds / tokens,
+        decode_seconds=1000 * totals.decode_seconds / tokens,
     )
 
 
@@ -326,7 +326,7 @@ def codec_table(report: CodecReport) -> ResultTable:
         "decode ms": "",
     }
     return ResultTable(
-        rows=[exact, *(_cells(report, one) for one in report.outcomes)],
+        rows=[exact, *(_cells(report, outcome) for outcome in report.outcomes)],
         caption=(
             f"{report.model}: KV of {report.context:,} tokens is coded in chunks of {CHUNK_TOKENS},"
             f" and the next {_ROWS} tokens of {report.texts} files of {report.source} are computed"
@@ -343,20 +343,20 @@ def _bits(report: CodecReport, token_bytes: float) -> float:
     return 8 * token_bytes / numbers
 
 
-def _cells(report: CodecReport, one: CodecOutcome) -> dict[str, str]:
+def _cells(report: CodecReport, outcome: CodecOutcome) -> dict[str, str]:
     return {
-        "cachegen": one.codec,
-        "bytes/token": f"{one.token_bytes:,.0f}",
-        "smaller": f"{report.raw_bytes / one.token_bytes:.1f}",
-        "fixed width": f"{one.fixed_bytes:,.0f}",
-        "bits/number": f"{_bits(report, one.token_bytes):.2f}",
-        "KL mean": f"{one.divergence:.4f}",
-        "KL p99": f"{one.divergence_p99:.3f}",
-        "same top token": f"{one.agreement:.1%}",
-        "perplexity": f"{one.perplexity:.3f}",
-        "needles": f"{one.needles:.0%}",
-        "encode ms": f"{one.encode_seconds * 1e3:,.0f}",
-        "decode ms": f"{one.decode_seconds * 1e3:,.0f}",
+        "cachegen": outcome.codec,
+        "bytes/token": f"{outcome.token_bytes:,.0f}",
+        "smaller": f"{report.raw_bytes / outcome.token_bytes:.1f}",
+        "fixed width": f"{outcome.fixed_bytes:,.0f}",
+        "bits/number": f"{_bits(report, outcome.token_bytes):.2f}",
+        "KL mean": f"{outcome.divergence:.4f}",
+        "KL p99": f"{outcome.divergence_p99:.3f}",
+        "same top token": f"{outcome.agreement:.1%}",
+        "perplexity": f"{outcome.perplexity:.3f}",
+        "needles": f"{outcome.needles:.0%}",
+        "encode ms": f"{outcome.encode_seconds * 1e3:,.0f}",
+        "decode ms": f"{outcome.decode_seconds * 1e3:,.0f}",
     }
 
 

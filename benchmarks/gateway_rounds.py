@@ -131,7 +131,7 @@ async def _measure(
                 before = await _counts(upstream, gateway)
                 wall, answers = await _run(client, way, options, model)
                 after = await _counts(upstream, gateway)
-                computed = float(sum(one.computed_tokens for user in answers for one in user))
+                computed = float(sum(answer.computed_tokens for user in answers for answer in user))
                 if before[0] is not None and after[0] is not None:
                     computed = after[0] - before[0]
                 again = int((after[1] or 0) - (before[1] or 0))
@@ -202,7 +202,7 @@ async def _identify(upstream: str) -> tuple[str, str]:
 
 
 def _summarise(runs: Sequence[_Run]) -> WayResult:
-    later = [one.ttft_seconds for run in runs for user in run.answers for one in user[1:]]
+    later = [answer.ttft_seconds for run in runs for user in run.answers for answer in user[1:]]
     return WayResult(
         wall_seconds=median(run.wall for run in runs),
         later_ttft_seconds=median(later) if later else 0.0,
@@ -220,8 +220,10 @@ def gateway_rounds_table(report: GatewayRoundsReport) -> ResultTable:
             "computed tokens": f"{result.computed_tokens:,.0f}",
             "wall time, s": f"{result.wall_seconds:.1f}",
             "later first tokens, ms": f"{1000 * result.later_ttft_seconds:,.0f}",
-            "of EFIM's gain in tokens": _share(report, way, lambda one: one.computed_tokens),
-            "in time": _share(report, way, lambda one: one.wall_seconds),
+            "of EFIM's gain in tokens": _share(
+                report, way, lambda figures: figures.computed_tokens
+            ),
+            "in time": _share(report, way, lambda figures: figures.wall_seconds),
             "asked again": f"{result.asked_again}" if "gateway" in way else "",
         }
         for way, result in report.ways.items()

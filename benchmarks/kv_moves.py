@@ -106,16 +106,16 @@ def measure_moves(
                 wall, answers = asyncio.run(_send(url, measured))
                 time.sleep(_TICK_SECONDS + 1)  # replicas tell their numbers every two seconds
                 moved = int(cluster.status()["moved"])
-            texts = [one.text for one in answers]
+            texts = [answer.text for answer in answers]
             expected = expected or texts
-            prompt = sum(one.prompt_tokens for one in answers)
+            prompt = sum(answer.prompt_tokens for answer in answers)
             runs.append(
                 MovedRun(
                     case=case,
                     moving=moving,
                     requests=len(answers),
-                    hit_rate=sum(one.cached_tokens for one in answers) / prompt,
-                    computed_tokens=sum(one.computed_tokens for one in answers),
+                    hit_rate=sum(answer.cached_tokens for answer in answers) / prompt,
+                    computed_tokens=sum(answer.computed_tokens for answer in answers),
                     moved=moved,
                     wall_seconds=wall,
                     different=sum(a != b for a, b in zip(texts, expected, strict=True)),
@@ -134,7 +134,7 @@ async def _send(url: str, load: Asks) -> tuple[float, list[Measurement]]:
 
         started = time.perf_counter()
         answers = await asyncio.gather(*map(user, range(len(load))))
-        return time.perf_counter() - started, [one for each in answers for one in each]
+        return time.perf_counter() - started, [answer for each in answers for answer in each]
 
 
 async def _wait_until_added(cluster: BenchCluster, url: str) -> None:

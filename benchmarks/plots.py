@@ -41,7 +41,7 @@ def plot_peers(report: PeersReport, path: Path) -> None:
         "prefill": (prefill, "prompt tokens", "prefill"),
         "decode": (decode, "tokens of context", "decode, all streams together"),
     }
-    measured = {one.kind for server in report.servers for one in server.figures}
+    measured = {figure.kind for server in report.servers for figure in server.figures}
     left = [kind for kind in lines if kind in measured]
     places: Any  # matplotlib's own type for it can't be named
     if ratios:
@@ -77,11 +77,11 @@ def _draw_lines(
     for number, name in enumerate(names):
         for style, (label, loads) in enumerate(series.items()):
             points = [(x, _own_or(report, name, load)) for x, load in loads.items()]
-            found = [(x, one) for x, one in points if one is not None]
+            found = [(x, figure) for x, figure in points if figure is not None]
             if found:
                 axes.plot(
                     [x for x, _ in found],
-                    [one.median for _, one in found],
+                    [figure.median for _, figure in found],
                     _LINES[style % len(_LINES)],
                     marker="o",
                     color=f"C{number}",
@@ -114,14 +114,14 @@ def _ratios(report: PeersReport) -> list[tuple[str, str, float]]:
     for server in report.servers:
         if server.name in (MIDFILL, MIDFILL_PLAIN):
             continue
-        for one in server.figures:
-            what = f"{one.load}, {one.layout}" if one.layout else one.load
-            ratio = times_faster(report, one)
+        for figure in server.figures:
+            what = f"{figure.load}, {figure.layout}" if figure.layout else figure.load
+            ratio = times_faster(report, figure)
             if ratio is not None:
-                found.append((f"{what}: {one.measure}", server.name, ratio))
-            ratio = times_faster(report, one, own_layout=NATIVE) if one.layout else None
+                found.append((f"{what}: {figure.measure}", server.name, ratio))
+            ratio = times_faster(report, figure, own_layout=NATIVE) if figure.layout else None
             if ratio is not None:
-                found.append((f"{what} beside native: {one.measure}", server.name, ratio))
+                found.append((f"{what} beside native: {figure.measure}", server.name, ratio))
     return found
 
 
@@ -209,7 +209,7 @@ def _draw_panel(axes: Any, panel: _Panel, variants: list[Variant], result: Model
     """Draw one line per method through its budgets, and full KV's level."""
     from matplotlib.ticker import LogLocator
 
-    for number, method in enumerate(dict.fromkeys(one.method for one in variants)):
+    for number, method in enumerate(dict.fromkeys(variant.method for variant in variants)):
         points = []
         for variant in variants:
             share = held_share(result, variant.specification)

@@ -70,7 +70,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
         weights, kv: the formats in memory; what "auto" chose.
         mean, median, p99: Kullback-Leibler divergence of next-token distributions, from float32's
             to the variant's, in nats per token.
-        agreement: share of positions with the same likeliest next token.
+        agreement: share of positions with the same most likely next token.
         perplexity: of the text.
     """
 
@@ -172,7 +172,7 @@ def distinct(checkpoint: Checkpoint, variants: tuple[Variant, ...]) -> tuple[Var
 
 
 class _Rows(msgspec.Struct, frozen=True):
-    """Divergence, agreement of the likeliest token, and loss of the next token, per row."""
+    """Divergence, agreement of the most likely token, and loss of the next token, per row."""
 
     divergence: list[float]
     agrees: list[bool]

@@ -81,7 +81,7 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
         pairs: products of queries and keys in listed chunks, per layer and query head.
         causal: products of dense attention in these chunks, per layer and head.
         logprob: mean log-probability of the needles' tokens, in nats.
-        likeliest: share of the needles that a greedy answer would be.
+        greedy: share of the needles that a greedy answer would be.
         divergence: mean Kullback-Leibler divergence from dense attention, in nats per token.
     """
 
@@ -92,7 +92,7 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     pairs: list[list[int]] = []
     causal: int = 0
     logprob: float = 0.0
-    likeliest: float = 0.0
+    greedy: float = 0.0
     divergence: float = 0.0
 
 
@@ -315,7 +315,7 @@ def _result(
         counts: its products by layer and head, and those of dense attention.
         quality: log-probability and greedy share of needles, and divergence from dense.
     """
-    logprob, likeliest, divergence = quality
+    logprob, greedy, divergence = quality
     return PrefillResult(
         name=title,
         seconds=[taken[name] for taken in seconds if name in taken],
@@ -324,7 +324,7 @@ def _result(
         pairs=counts[0],
         causal=counts[1],
         logprob=logprob,
-        likeliest=likeliest,
+        greedy=greedy,
         divergence=divergence,
     )
 
@@ -426,19 +426,19 @@ class _Run:
                 answer = np.array(probe.tokens[start:end])
                 rows = own[start - end :]
                 logprob = rows[np.arange(len(answer)), answer].mean()
-                likeliest = (rows.argmax(axis=-1) == answer).all()
-                found[name].append((float(logprob), float(likeliest), float(divergence)))
-        return {name: _means(one) for name, one in found.items()}
+                greedy = (rows.argmax(axis=-1) == answer).all()
+                found[name].append((float(logprob), float(greedy), float(divergence)))
+        return {name: _means(figures) for name, figures in found.items()}
 
     def times(self, names: Sequence[str]) -> list[dict[str, float]]:
         """Return the processor seconds of prefills, one after the other, in each repeat."""
         taken = []
         for repeat in range(self._options.repeats):
-            one = {}
+            seconds = {}
             for name in (_REST, *names):
                 self._progress(f"repeat {repeat + 1} of {self._options.repeats}: {name}")
-                one[name] = self._session.prefill_seconds(self._probes[0].tokens, name)
-            taken.append(one)
+                seconds[name] = self._session.prefill_seconds(self._probes[0].tokens, name)
+            taken.append(seconds)
         return taken
 
     def _distributions(self, probe: Probe, name: str) -> Float32Array:
@@ -447,8 +447,8 @@ class _Run:
 
 
 def _means(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    logprob, likeliest, divergence = (fmean(column) for column in zip(*rows, strict=True))
-    return logprob, likeliest, divergence
+    logprob, greedy, divergence = (fmean(column) for column in zip(*rows, strict=True))
+    return logprob, greedy, divergence
 
 
 _NOTHING = "-"
@@ -483,7 +483,7 @@ def _cells(result: PrefillResult) -> dict[str, str]:
         "of heads": f"{min(shares):.0%} to {max(shares):.0%}" if shares else _NOTHING,
         "attention s": _attention(result),
         "prefill s": _prefill(result),
-        "needle": f"{result.logprob:.3f}, {result.likeliest:.0%}",
+        "needle": f"{result.logprob:.3f}, {result.greedy:.0%}",
         "KL": f"{result.divergence:.4f}",
     }
 

@@ -264,7 +264,7 @@ class _Bench:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that begins a prompt."""
         begins = [self._tokenizer.bos_token_id] if self._tokenizer.add_bos else []
-        return [one for one in begins if one is not None] + self._tokenizer.encode(text)
+        return [token for token in begins if token is not None] + self._tokenizer.encode(text)
 
     def answer(
         self, probe: Probe, method: str, exact: Float32Array | None
@@ -312,11 +312,11 @@ class _Bench:
             key_pairs=work.key_pairs,
             token_seconds=taken / max(steps, 1),
             kl=float((np.exp(exact) * (exact - first)).sum(dtype=np.float64)),
-            gold=sum(one.logprob for output in outputs for one in output.logprobs or ()),
+            gold=sum(score.logprob for output in outputs for score in output.logprobs or ()),
         ), first
 
     def _text(self, outputs: Sequence[EngineOutput]) -> bytes:
-        ids = [one for output in outputs for one in output.token_ids]
+        ids = [token for output in outputs for token in output.token_ids]
         return b"".join(map(self._tokenizer.token_bytes, ids))
 
 
@@ -355,7 +355,7 @@ def pruning_table(report: PruningReport) -> ResultTable:
     """Return the table of a report."""
     dense = report.variants[0].answers
     return ResultTable(
-        rows=[_cells(one, dense, report.tasks) for one in report.variants],
+        rows=[_cells(variant, dense, report.tasks) for variant in report.variants],
         caption=(
             f"{report.model}, threads: {report.threads}; {len(report.tasks)} prompts of"
             f" {report.tokens:,} tokens of {report.text}, in one step, none of it cached. TTFT and"
@@ -371,24 +371,24 @@ def pruning_table(report: PruningReport) -> ResultTable:
 def _cells(found: VariantAnswers, dense: Sequence[Answer], tasks: Sequence[str]) -> dict[str, str]:
     def ratio(of: Callable[[Answer], float]) -> float:
         pairs = zip(found.answers, dense, strict=True)
-        return median(of(one) / of(whole) for one, whole in pairs)
+        return median(of(answer) / of(whole) for answer, whole in pairs)
 
     def mean(task: str, of: Callable[[Answer], float]) -> float:
         pairs = zip(found.answers, tasks, strict=True)
-        return fmean(of(one) for one, kind in pairs if kind == task)
+        return fmean(of(answer) for answer, kind in pairs if kind == task)
 
     return {
         "method": found.name,
-        "TTFT ms": f"{median(one.ttft for one in found.answers) * 1e3:,.0f}",
-        "of all rows'": f"{ratio(lambda one: one.ttft):.2f}",
-        "processor time": f"{ratio(lambda one: one.processor):.2f}",
-        "rows": f"{ratio(lambda one: sum(one.rows)):.2f}",
-        "key pairs": f"{ratio(lambda one: one.key_pairs):.2f}",
-        "KL needle": f"{mean('needle', lambda one: one.kl):.3f}",
-        "KL code": f"{mean('code', lambda one: one.kl):.3f}",
-        "needle": f"{mean('needle', lambda one: one.gold):.2f}",
-        "code": f"{mean('code', lambda one: one.gold):.2f}",
-        "per token ms": f"{median(one.token_seconds for one in found.answers) * 1e3:.1f}",
+        "TTFT ms": f"{median(answer.ttft for answer in found.answers) * 1e3:,.0f}",
+        "of all rows'": f"{ratio(lambda answer: answer.ttft):.2f}",
+        "processor time": f"{ratio(lambda answer: answer.processor):.2f}",
+        "rows": f"{ratio(lambda answer: sum(answer.rows)):.2f}",
+        "key pairs": f"{ratio(lambda answer: answer.key_pairs):.2f}",
+        "KL needle": f"{mean('needle', lambda answer: answer.kl):.3f}",
+        "KL code": f"{mean('code', lambda answer: answer.kl):.3f}",
+        "needle": f"{mean('needle', lambda answer: answer.gold):.2f}",
+        "code": f"{mean('code', lambda answer: answer.gold):.2f}",
+        "per token ms": f"{median(answer.token_seconds for answer in found.answers) * 1e3:.1f}",
     }
 
 

@@ -105,10 +105,10 @@ def _edits(options: ReplicaLoad) -> Asks:
     return [
         [
             Ask(
-                2 * user + int(one.document),
-                {**common, "prompt": one.prefix, "suffix": one.suffix},
+                2 * user + int(edit.document),
+                {**common, "prompt": edit.prefix, "suffix": edit.suffix},
             )
-            for one in edit_session(
+            for edit in edit_session(
                 {str(name): text[: options.characters] for name, text in enumerate(pair)},
                 SESSION_KINDS["mix"],
                 rounds=options.edits,
@@ -247,21 +247,21 @@ def lose_a_replica(
     process = int(before["replicas"][victim]["process_id"])
     killed, sent = asyncio.run(_send_and_kill(url, load, process))
     restored = _wait_until_restored(cluster, victim, killed)
-    every = [one for user in sent for one in user]
+    every = [answer for user in sent for answer in user]
     texts = [text for user in expected for text in user]
-    met = [one for one in every if one.began <= killed <= one.ended]
+    met = [answer for answer in every if answer.began <= killed <= answer.ended]
     return Failover(
         requests=len(every),
         wrong=sum(
-            one.text is not None and one.text != text
-            for one, text in zip(every, texts, strict=True)
+            answer.text is not None and answer.text != text
+            for answer, text in zip(every, texts, strict=True)
         ),
-        failed=sum(one.text is None for one in every),
+        failed=sum(answer.text is None for answer in every),
         resumed=int(cluster.status()["resumed"]) - int(before["resumed"]),
         output_tokens=int(load[0][0].body["max_tokens"]),
-        longest_before=_longest([one for one in every if one.ended < killed]),
-        longest_after=_longest([one for one in every if one.ended >= killed]),
-        answered_seconds=max((one.ended - killed for one in met), default=0.0),
+        longest_before=_longest([answer for answer in every if answer.ended < killed]),
+        longest_after=_longest([answer for answer in every if answer.ended >= killed]),
+        answered_seconds=max((answer.ended - killed for answer in met), default=0.0),
         restored_seconds=restored,
     )
 
@@ -312,7 +312,7 @@ def _wait_until_restored(cluster: BenchCluster, victim: str, killed: float) -> f
 
 
 def _longest(sent: Sequence[_Sent]) -> float:
-    return max((one.ended - one.began for one in sent), default=0.0)
+    return max((answer.ended - answer.began for answer in sent), default=0.0)
 
 
 _LOST_TOKENS = 64  # of an answer, so that some are being written when a replica is killed
@@ -393,13 +393,13 @@ def measure_replicas(
                 for name, load in bodies.items():
                     progress(f"{replicas} replicas, {router}: {name}")
                     wall, answers = asyncio.run(_send(url, load))
-                    texts = [[one.text for one in user] for user in answers]
+                    texts = [[answer.text for answer in user] for user in answers]
                     run = _summary(name, replicas, router, wall, answers)
                     runs.append(_compared(run, texts, expected.setdefault(name, texts)))
                 if failover and not long_texts:
                     progress("answers to compare with")
                     _, answers = asyncio.run(_send(url, long_answers))
-                    long_texts = [[one.text for one in user] for user in answers]
+                    long_texts = [[answer.text for answer in user] for user in answers]
                 elif failover and replicas == 2 and router == "document":
                     progress("2 replicas: losing one")
                     lost = lose_a_replica(cluster, url, long_answers, long_texts)
@@ -429,8 +429,8 @@ def _summary(
     wall: float,
     answers: Sequence[Sequence[Measurement]],
 ) -> RoutedRun:
-    every = [one for user in answers for one in user]
-    prompt = sum(one.prompt_tokens for one in every)
+    every = [answer for user in answers for answer in user]
+    prompt = sum(answer.prompt_tokens for answer in every)
     if not prompt:
         raise MidfillError("the server tells no token counts")
     return RoutedRun(
@@ -438,8 +438,8 @@ def _summary(
         replicas=replicas,
         router=router,
         requests=len(every),
-        hit_rate=sum(one.cached_tokens for one in every) / prompt,
-        computed_tokens=sum(one.computed_tokens for one in every),
+        hit_rate=sum(answer.cached_tokens for answer in every) / prompt,
+        computed_tokens=sum(answer.computed_tokens for answer in every),
         wall_seconds=wall,
         different=0,
     )
@@ -448,21 +448,21 @@ def _summary(
 def _compared(run: RoutedRun, texts: list[list[str]], expected: list[list[str]]) -> RoutedRun:
     """Return a run with the number of answers that are not as expected."""
     pairs = zip(itertools.chain(*texts), itertools.chain(*expected), strict=True)
-    return msgspec.structs.replace(run, different=sum(one != other for one, other in pairs))
+    return msgspec.structs.replace(run, different=sum(text != other for text, other in pairs))
 
 
 def replicas_table(report: ReplicasReport) -> ResultTable:
     """A row per number of replicas and router."""
     rows = []
     for run in report.runs:
-        one = report.run(run.load, report.runs[0].replicas, "document")
+        single = report.run(run.load, report.runs[0].replicas, "document")
         rows.append(
             {
                 "load": run.load,
                 "replicas": str(run.replicas),
                 "routing": run.router if run.replicas > 1 else "-",
                 "hit rate": f"{run.hit_rate:.1%}",
-                "of one replica's": f"{run.hit_rate / one.hit_rate:.1%}",
+                "of one replica's": f"{run.hit_rate / single.hit_rate:.1%}",
                 "computed tokens": f"{run.computed_tokens:,}",
                 "wall s": f"{run.wall_seconds:.1f}",
                 "other answers": str(run.different),

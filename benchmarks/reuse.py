@@ -443,7 +443,7 @@ class _Run:
             name=hole.id,
             tokens=len(prompt.token_ids),
             cached=full.cached_tokens,
-            asked={method: self._asked(one, full, hole) for method, one in found.items()},
+            asked={method: self._asked(measured, full, hole) for method, measured in found.items()},
         )
 
     def _prepared(self, before: Sequence[Prompt], method: str = FULL) -> str:
@@ -454,16 +454,16 @@ class _Run:
             self._session.ask(prompt, method, tenant, 1)
         return tenant
 
-    def _asked(self, one: Measured, full: Measured, hole: Problem) -> Asked:
-        p, q = full.log_probabilities, one.log_probabilities
+    def _asked(self, measured: Measured, full: Measured, hole: Problem) -> Asked:
+        p, q = full.log_probabilities, measured.log_probabilities
         return Asked(
-            ttft_seconds=one.ttft_seconds,
-            row_layers=one.row_layers,
-            key_pairs=one.key_pairs,
-            reused_tokens=one.reused_tokens,
+            ttft_seconds=measured.ttft_seconds,
+            row_layers=measured.row_layers,
+            key_pairs=measured.key_pairs,
+            reused_tokens=measured.reused_tokens,
             divergence=max(float((np.exp(p) * (p - q)).sum()), 0.0),
-            answer=one.answer,
-            exact=is_exact_first_line(one.answer, hole.hole),
+            answer=measured.answer,
+            exact=is_exact_first_line(measured.answer, hole.hole),
         )
 
 
@@ -508,21 +508,27 @@ def _row(report: ReuseReport, kind: str, method: str) -> dict[str, str]:
     trials = [trial for trial in report.trials if trial.kind == kind]
     found = [trial.asked[method] for trial in trials]
     full = [trial.asked[FULL] for trial in trials]
-    divergences = [one.divergence for one in found]
-    same = [one.answer == other.answer for one, other in zip(found, full, strict=True)]
+    divergences = [measured.divergence for measured in found]
+    same = [measured.answer == other.answer for measured, other in zip(found, full, strict=True)]
     return {
         "prompts": f"{kind} ({len(trials)})",
         "method": method,
         "tokens": f"{fmean(t.tokens for t in trials):,.0f}"
         f" / {fmean(t.tokens - t.cached for t in trials):,.0f}",
-        "rows": f"{fmean(one.row_layers for one in found) / report.layers:,.0f}",
-        "rows x layers": _share([one.row_layers for one in found], [x.row_layers for x in full]),
-        "key pairs": _share([one.key_pairs for one in found], [x.key_pairs for x in full]),
-        "time": _share([one.ttft_seconds for one in found], [x.ttft_seconds for x in full]),
+        "rows": f"{fmean(measured.row_layers for measured in found) / report.layers:,.0f}",
+        "rows x layers": _share(
+            [measured.row_layers for measured in found], [x.row_layers for x in full]
+        ),
+        "key pairs": _share(
+            [measured.key_pairs for measured in found], [x.key_pairs for x in full]
+        ),
+        "time": _share(
+            [measured.ttft_seconds for measured in found], [x.ttft_seconds for x in full]
+        ),
         "KL mean": f"{fmean(divergences):.3f}",
         "KL median": f"{median(divergences):.4f}",
         "same": f"{fmean(same):.0%}",
-        "right": f"{fmean(one.exact for one in found):.0%}{_difference(found, full)}",
+        "right": f"{fmean(measured.exact for measured in found):.0%}{_difference(found, full)}",
     }
 
 

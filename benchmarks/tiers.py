@@ -242,7 +242,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 def _median(outcomes: list[TierOutcome]) -> TierOutcome:
     times = {
-        name: median(getattr(one, name) for one in outcomes)
+        name: median(getattr(outcome, name) for outcome in outcomes)
         for name in ("computed", "stored", "memory", "disk", "pool")
     }
     return msgspec.structs.replace(outcomes[-1], **times)
@@ -251,7 +251,7 @@ def _median(outcomes: list[TierOutcome]) -> TierOutcome:
 def tier_table(report: TierReport) -> ResultTable:
     """Return the table of a report."""
     return ResultTable(
-        rows=[_cells(one) for one in report.outcomes],
+        rows=[_cells(outcome) for outcome in report.outcomes],
         labels=0,
         caption=(
             f"{report.model}: milliseconds to the first token of prompts of real code, medians of"
@@ -264,18 +264,18 @@ def tier_table(report: TierReport) -> ResultTable:
     )
 
 
-def _cells(one: TierOutcome) -> dict[str, str]:
+def _cells(outcome: TierOutcome) -> dict[str, str]:
     return {
-        "prompt tokens": f"{one.tokens:,}",
-        "computed ms": f"{one.computed * 1e3:,.0f}",
-        "computed while stored ms": f"{one.stored * 1e3:,.0f}",
-        "disk ms": f"{one.disk * 1e3:,.0f}",
-        "memory ms": f"{one.memory * 1e3:,.0f}",
-        "pool ms": f"{one.pool * 1e3:,.1f}",
-        "computed / disk": f"{one.computed / one.disk:.1f}",
-        "computed / memory": f"{one.computed / one.memory:.1f}",
-        "loaded tokens": f"{one.loaded_tokens:,}",
-        "files": format_size(one.file_bytes),
+        "prompt tokens": f"{outcome.tokens:,}",
+        "computed ms": f"{outcome.computed * 1e3:,.0f}",
+        "computed while stored ms": f"{outcome.stored * 1e3:,.0f}",
+        "disk ms": f"{outcome.disk * 1e3:,.0f}",
+        "memory ms": f"{outcome.memory * 1e3:,.0f}",
+        "pool ms": f"{outcome.pool * 1e3:,.1f}",
+        "computed / disk": f"{outcome.computed / outcome.disk:.1f}",
+        "computed / memory": f"{outcome.computed / outcome.memory:.1f}",
+        "loaded tokens": f"{outcome.loaded_tokens:,}",
+        "files": format_size(outcome.file_bytes),
     }
 
 

@@ -112,14 +112,14 @@ def versions_table(report: VersionsReport) -> ResultTable:
         title=f"{report.benchmark}: this tree and {report.old}",
         rows=[
             {
-                "figure": one.name,
-                "unit": one.unit,
-                "old": f"{median(one.old):.4g}",
-                "new": f"{median(one.new):.4g}",
-                "times as fast": f"{one.ratio:.3f}",
-                "95% interval": f"{one.low:.3f} to {one.high:.3f}",
+                "figure": figure.name,
+                "unit": figure.unit,
+                "old": f"{median(figure.old):.4g}",
+                "new": f"{median(figure.new):.4g}",
+                "times as fast": f"{figure.ratio:.3f}",
+                "95% interval": f"{figure.low:.3f} to {figure.high:.3f}",
             }
-            for one in report.figures
+            for figure in report.figures
         ],
         labels=2,
         caption=f"Old: {report.old}; new: {report.new}. compare {report.benchmark} "

@@ -115,8 +115,8 @@ class MeasuredCosts:
 
 async def measure_costs(
     engine: DisaggregatedEngine,
-    one: EngineClient,
-    other: EngineClient,
+    prefiller: EngineClient,
+    decoder: EngineClient,
     load: DisaggregationLoad,
     progress: Callable[[str], None],
 ) -> MeasuredCosts:
@@ -124,11 +124,11 @@ async def measure_costs(
 
     Args:
         engine: hands requests over from one worker to the other.
-        one, other: the prefill and the decode worker.
+        prefiller, decoder: the prefill and the decode worker.
         load: sizes.
         progress: told what is measured.
     """
-    meter = _Meter(engine, one, other, load)
+    meter = _Meter(engine, prefiller, decoder, load)
     progress("measuring prefills, steps and transfers, the other worker idle")
     prefill, decode = await meter.prefill(), await meter.decode()
     idle = Costs(prefill, decode, await meter.transfer(decode, beside=0))
@@ -169,17 +169,17 @@ class _Meter:
     """Measures two workers.
 
     Args:
-        engine, one, other, load: as of ``measure_costs``.
+        engine, prefiller, decoder, load: as of ``measure_costs``.
     """
 
     def __init__(
         self,
         engine: DisaggregatedEngine,
-        one: EngineClient,
-        other: EngineClient,
+        prefiller: EngineClient,
+        decoder: EngineClient,
         load: DisaggregationLoad,
     ) -> None:
-        self._engine, self._one, self._other = engine, one, other
+        self._engine, self._prefiller, self._decoder = engine, prefiller, decoder
         self._rng = random.Random(load.seed)
         low, high = min(load.prompts), max(load.prompts)
         self._sizes = [low, (2 * low + high) // 3, (low + 2 * high) // 3, high]
@@ -189,11 +189,11 @@ class _Meter:
 
     async def decode_once(self) -> None:
         """Have the decode worker generate an answer."""
-        await output_times(self._other, greedy(self._prompt(self._ends[0]), 2 * _DECODED))
+        await output_times(self._decoder, greedy(self._prompt(self._ends[0]), 2 * _DECODED))
 
     async def prefill_once(self) -> None:
         """Have the prefill worker compute a prompt."""
-        await output_times(self._one, greedy(self._prompt(sum(self._ends) // 2), 1))
+        await output_times(self._prefiller, greedy(self._prompt(sum(self._ends) // 2), 1))
 
     # --- prefills ---
 
@@ -211,7 +211,7 @@ class _Meter:
         """Measure a prefill, the first token's way to this process included."""
         request = greedy(self._prompt(tokens), 1)
         started = time.perf_counter()
-        await output_times(self._one, request)
+        await output_times(self._prefiller, request)
         return time.perf_counter() - started
 
     # --- decode steps ---
@@ -234,7 +234,7 @@ class _Meter:
         """Return the mean, from when all sequences decode to when the first one ends."""
         requests = [greedy(self._prompt(context), _DECODED + sequences) for _ in range(sequences)]
         arrived: dict[str, list[float]] = {each.request_id: [] for each in requests}
-        with self._other.submit(*requests) as outputs:
+        with self._decoder.submit(*requests) as outputs:
             async for output in outputs:
                 arrived[output.request_id] += [time.perf_counter()] * len(output.token_ids)
         together = max(times[0] for times in arrived.values())
@@ -277,9 +277,9 @@ class _Meter:
     async def _export(self, tokens: int) -> float:
         """Return the seconds for which a prefill worker is busy with a prompt's transfer."""
         request = greedy(self._prompt(tokens), 1)
-        await output_times(self._one, request)
+        await output_times(self._prefiller, request)
         started = time.perf_counter()
-        await self._one.export_kv("", request.token_ids)
+        await self._prefiller.export_kv("", request.token_ids)
         return time.perf_counter() - started
 
     def _prompt(self, tokens: int) -> list[int]:

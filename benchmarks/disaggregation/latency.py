@@ -108,9 +108,10 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> PrefillLatency:
         MidfillError: the samples don't determine it.
     """
     rows = [
-        (1.0, sum(one.prompts), sum(tokens * tokens for tokens in one.prompts)) for one in samples
+        (1.0, sum(sample.prompts), sum(tokens * tokens for tokens in sample.prompts))
+        for sample in samples
     ]
-    return PrefillLatency(*_fit(rows, [one.seconds for one in samples], "prefill"))
+    return PrefillLatency(*_fit(rows, [sample.seconds for sample in samples], "prefill"))
 
 
 def fit_decode(samples: Sequence[DecodeSample], threshold: int) -> DecodeLatency:
@@ -121,8 +122,8 @@ def fit_decode(samples: Sequence[DecodeSample], threshold: int) -> DecodeLatency
     Raises:
         MidfillError: the samples don't determine it.
     """
-    small = [one for one in samples if len(one.contexts) < threshold]
-    large = [one for one in samples if len(one.contexts) >= threshold]
+    small = [sample for sample in samples if len(sample.contexts) < threshold]
+    large = [sample for sample in samples if len(sample.contexts) >= threshold]
     known = [_fit_decode(part) for part in (small, large) if _determines(part)]
     if not known:
         return DecodeLatency(_fit_decode(samples), _fit_decode(samples), threshold)
@@ -134,11 +135,13 @@ def _determines(samples: Sequence[DecodeSample]) -> bool:
 
 
 def _fit_decode(samples: Sequence[DecodeSample]) -> DecodeCost:
-    return DecodeCost(*_fit(_decode_rows(samples), [one.seconds for one in samples], "decode"))
+    return DecodeCost(
+        *_fit(_decode_rows(samples), [sample.seconds for sample in samples], "decode")
+    )
 
 
 def _decode_rows(samples: Sequence[DecodeSample]) -> list[tuple[float, float, float]]:
-    return [(1.0, sum(one.contexts), len(one.contexts)) for one in samples]
+    return [(1.0, sum(sample.contexts), len(sample.contexts)) for sample in samples]
 
 
 def _fit(

@@ -113,13 +113,16 @@ async def _measure(
         speculation=False,
     )
     progress("loading the workers")
-    async with _engine(path, options, core=0) as one, _engine(path, options, core=1) as other:
-        prefill, decode = _workers(one, other)
-        engine = DisaggregatedEngine([(one, prefill)], [(other, decode)])
-        costs = await measure_costs(engine, one, other, load, progress)
+    async with (
+        _engine(path, options, core=0) as prefiller,
+        _engine(path, options, core=1) as decoder,
+    ):
+        prefill, decode = _workers(prefiller, decoder)
+        engine = DisaggregatedEngine([(prefiller, prefill)], [(decoder, decode)])
+        costs = await measure_costs(engine, prefiller, decoder, load, progress)
         plan = _Plan(load, costs, prefill, decode)
         engine.transferred_bytes, engine.transfer_seconds = 0, 0.0
-        busy = _Busy(one, other)
+        busy = _Busy(prefiller, decoder)
         result = await _run(engine, plan, MEASURED, progress)
         shares = busy.shares(result.seconds)
     runs = {
@@ -189,17 +192,17 @@ class _Plan:
 class _Busy:
     """How busy two workers are from now on."""
 
-    def __init__(self, one: EngineClient, other: EngineClient) -> None:
-        self._workers = (one, other)
+    def __init__(self, prefiller: EngineClient, decoder: EngineClient) -> None:
+        self._workers = (prefiller, decoder)
         self._before = [worker.stats.busy_seconds for worker in self._workers]
 
     def shares(self, seconds: float) -> tuple[float, float]:
         """Return the share of so many seconds that each has computed."""
-        one, other = (
+        prefiller, decoder = (
             (worker.stats.busy_seconds - before) / seconds
             for worker, before in zip(self._workers, self._before, strict=True)
         )
-        return one, other
+        return prefiller, decoder
 
 
 async def _run(
@@ -241,19 +244,19 @@ def _pin(process: int, core: int) -> None:
             os.sched_setaffinity(int(thread.name), {cores[core % len(cores)]})
 
 
-def _workers(one: EngineClient, other: EngineClient) -> tuple[PrefillWorker, DecodeWorker]:
+def _workers(prefiller: EngineClient, decoder: EngineClient) -> tuple[PrefillWorker, DecodeWorker]:
     """Return the workers' limits; their latencies are not known yet."""
-    assert one.info is not None
-    assert other.info is not None
+    assert prefiller.info is not None
+    assert decoder.info is not None
     prefill = PrefillWorker(
         latency=PrefillLatency(0.0, 0.0, 0.0),
-        pool=Pool(pages=one.info.slots, page_tokens=1),
+        pool=Pool(pages=prefiller.info.slots, page_tokens=1),
         saturating_tokens=1,  # a core is busy with any prompt: they run one by one
     )
     decode = DecodeWorker(
         latency=DecodeLatency(_NO_TIME, _NO_TIME, 1),
-        pool=Pool(pages=other.info.slots, page_tokens=1),
-        max_batch=other.info.max_running,
+        pool=Pool(pages=decoder.info.slots, page_tokens=1),
+        max_batch=decoder.info.max_running,
     )
     return prefill, decode
 

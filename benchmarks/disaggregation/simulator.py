@@ -45,7 +45,9 @@ class Deployment:
     @property
     def devices(self) -> int:
         """Devices of all workers."""
-        return sum(one.devices for one in self.prefill) + sum(one.devices for one in self.decode)
+        return sum(worker.devices for worker in self.prefill) + sum(
+            worker.devices for worker in self.decode
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,8 @@ def simulate_workers(arrivals: Sequence[Arrival], deployment: Deployment) -> Sim
     clock.run()
     return Simulated(
         _in_order(served, jobs),
-        sum(one.busy for one in prefill) / len(prefill) / max(clock.now, 1e-9),
-        sum(one.busy for one in decode) / len(decode) / max(clock.now, 1e-9),
+        sum(worker.busy for worker in prefill) / len(prefill) / max(clock.now, 1e-9),
+        sum(worker.busy for worker in decode) / len(decode) / max(clock.now, 1e-9),
     )
 
 

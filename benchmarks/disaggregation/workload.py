@@ -89,7 +89,7 @@ class Served:
 
 def attainment(served: Sequence[Served], targets: Targets) -> float:
     """Return the share of requests that met both targets."""
-    return sum(one.meets(targets) for one in served) / len(served) if served else 0.0
+    return sum(request.meets(targets) for request in served) / len(served) if served else 0.0
 
 
 def poisson_arrivals(
@@ -171,7 +171,7 @@ async def serve(
     gaps: list[float] = []
     ended = 0
 
-    async def one(arrival: Arrival, prompt: list[int]) -> Served:
+    async def serve(arrival: Arrival, prompt: list[int]) -> Served:
         nonlocal ended
         await asyncio.sleep(max(0.0, started + arrival.seconds - time.perf_counter()))
         times = await output_times(engine, greedy(prompt, arrival.lengths.output))
@@ -180,7 +180,7 @@ async def serve(
         on_end(ended)
         return Served(arrival, times[0] - started, times[-1] - started)
 
-    served = await asyncio.gather(*map(one, arrivals, prompts))
+    served = await asyncio.gather(*map(serve, arrivals, prompts))
     return LoadResult(list(served), gaps, time.perf_counter() - started)
 
 

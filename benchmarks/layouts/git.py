@@ -89,7 +89,7 @@ def git_session(
             break
     if count == 0:
         raise HistoryError(f"no commit in {history.repository} changes a text file")
-    return [one for commit in reversed(commits) for one in commit][-rounds:]
+    return [edit for commit in reversed(commits) for edit in commit][-rounds:]
 
 
 def _changes(history: History) -> Iterator[list[FileChange]]:

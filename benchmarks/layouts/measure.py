@@ -7,7 +7,7 @@ histories (``git``). Every session is laid out in five ways:
     spm          PRE SUF suffix MID prefix
     efim         the cut of a file's first request, moved only when a deletion passes it
     planner      midfill's own, from the texts alone: no file names
-    clairvoyant  the cheapest cuts with the whole session known beforehand (``clairvoyant``)
+    optimum      the cheapest cuts, the whole session known in advance (``offline_optimum``)
 
 again as a client that sends only a window around the caret would lay it out, and by a planner that
 shows a window of its own of the whole documents (``infill/window.py``). The cost of a
@@ -41,7 +41,7 @@ from midfill_lab.cli.bench.options import JsonOption
 from midfill_lab.cli.outputs import DocsOption
 from midfill_lab.reporting import ResultTable
 
-LAYOUTS = ("psm", "spm", "efim", "planner", "clairvoyant")
+LAYOUTS = ("psm", "spm", "efim", "planner", "optimum")
 WINDOWS: Mapping[str, Mapping[str, int]] = {
     "4000 characters": {"characters": 4000},
     "60 lines": {"lines": 60},
@@ -210,7 +210,7 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
         "psm": psm_cuts(rounds),
         "spm": [0] * len(rounds),
         "efim": efim,
-        "clairvoyant": prompts.best_cuts(rounds, [planned.cuts, efim]),
+        "optimum": prompts.best_cuts(rounds, [planned.cuts, efim]),
     }
     computed = {"planner": sum(planner)}
     for layout, places in cuts.items():
@@ -223,7 +223,7 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
     return SessionResult(
         name=name,
         requests=len(rounds),
-        characters=sum(len(one.prefix) + len(one.suffix) for one in rounds) // len(rounds),
+        characters=sum(len(edit.prefix) + len(edit.suffix) for edit in rounds) // len(rounds),
         tokens_computed={layout: computed[layout] for layout in LAYOUTS},
         windowed={
             window: _measure_windowed(windowed(rounds, **size), tokenize, encode)
@@ -241,7 +241,7 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
 
 def ranges_over_histories(sessions: Sequence[SessionResult]) -> dict[str, Range]:
     """Return the planner's lowest and highest share of each other layout over all histories."""
-    counts = [one.tokens_computed for one in sessions if one.commit]
+    counts = [session.tokens_computed for session in sessions if session.commit]
     ranges = {}
     for layout in LAYOUTS if counts else ():
         if layout != "planner":
@@ -277,14 +277,14 @@ def windowed(
         lines: how many whole lines before and after the caret's own.
     """
     sent = []
-    for one in rounds:
-        prefix, suffix = one.prefix, one.suffix
+    for edit in rounds:
+        prefix, suffix = edit.prefix, edit.suffix
         if characters is not None:
             prefix, suffix = prefix[max(0, len(prefix) - characters) :], suffix[:characters]
         if lines is not None:
             prefix = "\n".join(prefix.split("\n")[-lines - 1 :])
             suffix = "\n".join(suffix.split("\n")[: lines + 1])
-        sent.append(replace(one, prefix=prefix, suffix=suffix))
+        sent.append(replace(edit, prefix=prefix, suffix=suffix))
     return sent
 
 
@@ -296,7 +296,7 @@ def _measure_windowed(
         "efim": prompts.cut_prompts(rounds, efim_cuts(rounds)),
         "planner": prompts.plan(rounds, tokenize).prompts,
     }
-    return {name: sum(prompts.count(rounds, one, encode)) for name, one in laid_out.items()}
+    return {name: sum(prompts.count(rounds, texts, encode)) for name, texts in laid_out.items()}
 
 
 def _sessions(options: LayoutsOptions) -> Iterator[tuple[str, list[Round]]]:
@@ -341,8 +341,8 @@ def _together(parts: Sequence[SessionResult]) -> SessionResult:
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
+    for count in counts:
+        total.update(count)
     return dict(total)
 
 
@@ -364,7 +364,7 @@ def _cells(result: SessionResult) -> dict[str, str]:
         "characters": f"{result.characters:,}",
     }
     cells |= {f"{layout} tokens": f"{computed[layout]:,}" for layout in LAYOUTS}
-    for layout in ("clairvoyant", "efim", "psm"):
+    for layout in ("optimum", "efim", "psm"):
         cells[f"planner / {layout}"] = f"{planner / computed[layout]:.3f}"
     for window in WINDOWS:
         counts = result.windowed[window]
@@ -381,9 +381,9 @@ def _notes(report: LayoutsReport) -> str:
         f"{_histories(report)}"
         f"Tokens computed; a token is {report.unit}. Seed {report.options.seed}.\n"
         "At most over what was typed: "
-        f"{max(one.most_over_typed for one in report.sessions)} tokens. "
+        f"{max(session.most_over_typed for session in report.sessions)} tokens. "
         "At most after accepting a completion: "
-        f"{max(one.most_for_accepting for one in report.sessions)} tokens.\n"
+        f"{max(session.most_for_accepting for session in report.sessions)} tokens.\n"
         f"{_moves(report.sessions)}"
         f"Planning at {planning.characters:,} characters: median {planning.median:.2f} ms, "
         f"p99 {planning.p99:.2f} ms, worst of {planning.requests} {planning.worst:.2f} ms.\n"
@@ -402,9 +402,11 @@ def _histories(report: LayoutsReport) -> str:
         return ""
     shares = ", ".join(
         f"{ranges[layout].low:.3f} to {ranges[layout].high:.3f} of {layout}"
-        for layout in ("clairvoyant", "efim", "psm")
+        for layout in ("optimum", "efim", "psm")
     )
-    pinned = [_label(one).removeprefix("git: ") for one in report.sessions if one.commit]
+    pinned = [
+        _label(session).removeprefix("git: ") for session in report.sessions if session.commit
+    ]
     return (
         f"The planner's tokens over {len(pinned)} histories ({', '.join(pinned)}), lowest to "
         f"highest: {shares}.\n"
@@ -415,7 +417,7 @@ def _moves(sessions: Sequence[SessionResult]) -> str:
     """What moves of the caret compute over all sessions, as a line of the notes."""
     found = []
     for window in (WHOLE, *SHOWN):
-        costs = [cost for one in sessions for cost in one.moves[window]]
+        costs = [cost for session in sessions for cost in session.moves[window]]
         if costs:
             what = "the whole document" if window == WHOLE else window
             found.append(f"{median(costs):.0f} and {max(costs):,} with {what}")
@@ -442,9 +444,9 @@ def layouts(
 ) -> None:
     """Count what editing sessions cost under each prompt layout, without running a model.
 
-    Layouts: psm, spm, efim (a fixed cut), planner (what midfill does), and clairvoyant (the
-    cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
-    standard library and from git histories.
+    Layouts: psm, spm, efim (a fixed cut), planner (what midfill does), and optimum (the
+    cheapest cuts, with the whole session known in advance). Sessions come from an editing mix over
+    files of the standard library and from git histories.
     """
     options = msgspec.structs.replace(
         QUICK if quick else LayoutsOptions(), seed=seed, repositories=list(git or ())

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from benchmarks.layouts.clairvoyant import clairvoyant_cuts
 from benchmarks.layouts.cost import PromptEncoder, Tokenize, count_computed
+from benchmarks.layouts.offline_optimum import offline_cuts
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import Segment, TextSegment, lay_out
 from midfill.infill.planner import Planner, PlannerOptions
@@ -51,8 +51,8 @@ def plan(
 
     planner = Planner(FORMAT, PlannerOptions(keeps_tokens=keeps_tokens, window=window))
     planned = PlannedSession([], [], [])
-    for one in rounds:
-        request = InfillRequest(prefix=one.prefix, suffix=one.suffix)
+    for edit in rounds:
+        request = InfillRequest(prefix=edit.prefix, suffix=edit.suffix)
         started = time.thread_time()
         layout = planner.plan_and_record(request)
         planned.milliseconds.append(1000 * (time.thread_time() - started))
@@ -62,14 +62,14 @@ def plan(
 
 
 def best_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the clairvoyant's cuts, file by file; see ``clairvoyant_cuts``."""
+    """Return the offline optimum, file by file; see ``offline_cuts``."""
     places: dict[str, list[int]] = {}
-    for number, one in enumerate(rounds):
-        places.setdefault(one.document, []).append(number)
+    for number, edit in enumerate(rounds):
+        places.setdefault(edit.document, []).append(number)
     cuts = [0] * len(rounds)
     for numbers in places.values():
         own = [[start[number] for number in numbers] for start in starts]
-        best = clairvoyant_cuts([rounds[number] for number in numbers], own)
+        best = offline_cuts([rounds[number] for number in numbers], own)
         for number, cut in zip(numbers, best, strict=True):
             cuts[number] = cut
     return cuts
@@ -78,8 +78,8 @@ def best_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]]) -> list[
 def cut_prompts(rounds: Sequence[Round], cuts: Sequence[int]) -> Prompts:
     """Lay the requests out with given cuts."""
     return [
-        lay_out(FORMAT, one.prefix, one.suffix, cut)[0]
-        for one, cut in zip(rounds, cuts, strict=True)
+        lay_out(FORMAT, edit.prefix, edit.suffix, cut)[0]
+        for edit, cut in zip(rounds, cuts, strict=True)
     ]
 
 
@@ -90,8 +90,8 @@ def count(rounds: Sequence[Round], prompts: Prompts, encode: PromptEncoder) -> l
     together with the increment, as by token healing.
     """
     generated = [
-        encode(with_answer(segments, one.shown))
-        for one, segments in zip(rounds, prompts, strict=True)
+        encode(with_answer(segments, edit.shown))
+        for edit, segments in zip(rounds, prompts, strict=True)
     ]
     return count_computed([encode(segments) for segments in prompts], generated)
 
@@ -99,9 +99,9 @@ def count(rounds: Sequence[Round], prompts: Prompts, encode: PromptEncoder) -> l
 def most_over_typed(rounds: Sequence[Round], computed: Sequence[int], encode: PromptEncoder) -> int:
     """Return the most tokens over those typed that a request after typing at the caret computes."""
     worst = 0
-    for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False):
-        typed = one.prefix[len(before.prefix) :]
-        if one.kind == "type" and _follows(before, one):
+    for before, edit, cost in zip(rounds, rounds[1:], computed[1:], strict=False):
+        typed = edit.prefix[len(before.prefix) :]
+        if edit.kind == "type" and _follows(before, edit):
             worst = max(worst, cost - len(encode.text(typed)))
     return worst
 
@@ -111,8 +111,8 @@ def most_for_accepting(rounds: Sequence[Round], computed: Sequence[int]) -> int:
     return max(
         (
             cost
-            for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
-            if one.kind in ("accept", "partial") and _follows(before, one)
+            for before, edit, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
+            if edit.kind in ("accept", "partial") and _follows(before, edit)
         ),
         default=0,
     )
@@ -125,17 +125,17 @@ def costs_of_moves(rounds: Sequence[Round], computed: Sequence[int]) -> list[int
     """
     return [
         cost
-        for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
-        if one.document == before.document
-        and one.prefix != before.prefix
-        and one.prefix + one.suffix == before.prefix + before.suffix
+        for before, edit, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
+        if edit.document == before.document
+        and edit.prefix != before.prefix
+        and edit.prefix + edit.suffix == before.prefix + before.suffix
     ]
 
 
-def _follows(before: Round, one: Round) -> bool:
+def _follows(before: Round, edit: Round) -> bool:
     """Whether text was inserted at the caret and nothing else changed."""
-    same_place = (before.document, before.suffix) == (one.document, one.suffix)
-    return same_place and one.prefix.startswith(before.prefix)
+    same_place = (before.document, before.suffix) == (edit.document, edit.suffix)
+    return same_place and edit.prefix.startswith(before.prefix)
 
 
 def with_answer(segments: Sequence[Segment], answer: str) -> Sequence[Segment]:

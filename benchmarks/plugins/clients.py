@@ -58,11 +58,11 @@ Asking = Generator[Sent, str, None]
 class Plugin(Protocol):
     """A plugin in one session of its user; it may remember what it has seen."""
 
-    def ask(self, one: Round, answer: str) -> Asking:
+    def ask(self, edit: Round, answer: str) -> Asking:
         """Send what the plugin sends where the editor is in this state.
 
         Args:
-            one: the state, and what the user has just done.
+            edit: the state, and what the user has just done.
             answer: what the model writes at the caret.
         """
         ...
@@ -74,11 +74,11 @@ class OtherFiles:
     def __init__(self) -> None:
         self._last: dict[str, Round] = {}
 
-    def besides(self, one: Round) -> list[Round]:
+    def besides(self, edit: Round) -> list[Round]:
         """Record a state; return the last states of all other files."""
-        self._last.pop(one.document, None)
+        self._last.pop(edit.document, None)
         others = list(reversed(self._last.values()))
-        self._last[one.document] = one
+        self._last[edit.document] = edit
         return others
 
 
@@ -96,8 +96,8 @@ def first_lines(suffix: str, count: int) -> str:
 class Whole:
     """Sends whole documents."""
 
-    def ask(self, one: Round, answer: str) -> Asking:
-        body = {"prompt": one.prefix, "suffix": one.suffix, "max_tokens": 64, "temperature": 0}
+    def ask(self, edit: Round, answer: str) -> Asking:
+        body = {"prompt": edit.prefix, "suffix": edit.suffix, "max_tokens": 64, "temperature": 0}
         yield Sent(COMPLETIONS, body, answer)
 
 
@@ -108,22 +108,22 @@ class LanguageServer:
         self._text: dict[str, str] = {}
         self._place: tuple[str, int] | None = None
 
-    def ask(self, one: Round, answer: str) -> Asking:
-        text, place = one.prefix + one.suffix, (one.document, one.prefix.count("\n"))
+    def ask(self, edit: Round, answer: str) -> Asking:
+        text, place = edit.prefix + edit.suffix, (edit.document, edit.prefix.count("\n"))
         last = self._place
         near = last is not None and last[0] == place[0] and abs(last[1] - place[1]) <= 1
-        changed = self._text.get(one.document, text) != text
+        changed = self._text.get(edit.document, text) != text
         body = {
-            "prompt": one.prefix,
-            "suffix": one.suffix,
+            "prompt": edit.prefix,
+            "suffix": edit.suffix,
             "max_tokens": 64,
             "temperature": 0,
             "n": 1,
-            "midfill": {"document": f"file:///{one.document}", "lines": "block"},
+            "midfill": {"document": f"file:///{edit.document}", "lines": "block"},
         }
         if last is not None and changed and not near:
             yield Sent(COMPLETIONS, {**body, "max_tokens": 1}, answer)
-        self._text[one.document], self._place = text, place
+        self._text[edit.document], self._place = text, place
         yield Sent(COMPLETIONS, body, answer)
 
 
@@ -133,8 +133,8 @@ class Minuet:
     window, before = 16_000, 12_000
     header = "# language: python\n# indentation: use 4 spaces for a tab\n"
 
-    def ask(self, one: Round, answer: str) -> Asking:
-        prefix, suffix = one.prefix, one.suffix
+    def ask(self, edit: Round, answer: str) -> Asking:
+        prefix, suffix = edit.prefix, edit.suffix
         if len(prefix) + len(suffix) > self.window:
             after = self.window - self.before
             if len(prefix) < self.before:
@@ -153,16 +153,16 @@ class Twinny:
 
     lines, before = 100, 85
 
-    def ask(self, one: Round, answer: str) -> Asking:
-        above, below = one.prefix.count("\n"), one.suffix.count("\n") + 1
+    def ask(self, edit: Round, answer: str) -> Asking:
+        above, below = edit.prefix.count("\n"), edit.suffix.count("\n") + 1
         before, after = self.before, self.lines - self.before
         if before > above:
             before, after = above, after + before - above
         if after > below:
             before, after = before + after - below, below
-        prefix = last_lines(one.prefix, before)
-        suffix = "".join(one.suffix.splitlines(keepends=True)[:after])
-        uri = f"file:///home/user/project/{one.document}"
+        prefix = last_lines(edit.prefix, before)
+        suffix = "".join(edit.suffix.splitlines(keepends=True)[:after])
+        uri = f"file:///home/user/project/{edit.document}"
         header = f"\n# Language: Python (python) \n# File uri: {uri} (python) \n"
         prompt = f"<PRE> \n{header}{prefix} <SUF> {suffix} <MID>"
         body = {"prompt": prompt, "stream": True, "temperature": 0.2, "max_tokens": 512}
@@ -174,17 +174,17 @@ class Zed:
 
     tokens, bytes_per_token = 512, 3
 
-    def ask(self, one: Round, answer: str) -> Asking:
-        before, after = self._lines(one)
-        prefix, suffix = last_lines(one.prefix, before), first_lines(one.suffix, after)
+    def ask(self, edit: Round, answer: str) -> Asking:
+        before, after = self._lines(edit)
+        prefix, suffix = last_lines(edit.prefix, before), first_lines(edit.suffix, after)
         stop = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
         prompt = f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>"
         body = {"model": "", "prompt": prompt, "max_tokens": 64, "stop": stop}
         yield Sent(COMPLETIONS, body, answer)
 
-    def _lines(self, one: Round) -> tuple[int, int]:
+    def _lines(self, edit: Round) -> tuple[int, int]:
         """Return how many lines above and below the caret's are sent."""
-        above, below = one.prefix.split("\n"), one.suffix.split("\n")
+        above, below = edit.prefix.split("\n"), edit.suffix.split("\n")
         left = self.tokens - self._cost(above.pop() + below[0])
         waiting = [below[:0:-1], above]  # each with the next line at its end
         counts, open_sides = [0, 0], [0, 1]
@@ -215,15 +215,15 @@ class Tabby:
         self._snippets = snippets
         self._files = OtherFiles()
 
-    def ask(self, one: Round, answer: str) -> Asking:
-        prefix = last_lines(one.prefix, _LINES - 1)
+    def ask(self, edit: Round, answer: str) -> Asking:
+        prefix = last_lines(edit.prefix, _LINES - 1)
         segments: dict[str, object] = {
             "prefix": prefix,
-            "suffix": first_lines(one.suffix, _LINES - 1),
-            "filepath": f"src/{one.document}",
+            "suffix": first_lines(edit.suffix, _LINES - 1),
+            "filepath": f"src/{edit.document}",
             "git_url": "https://example.org/demo/project.git",
         }
-        others = self._files.besides(one) if self._snippets else []
+        others = self._files.besides(edit) if self._snippets else []
         if found := _search(others, prefix):
             segments["relevant_snippets_from_changed_files"] = found
         if others:
@@ -260,7 +260,7 @@ def _search(others: list[Round], prefix: str) -> list[dict[str, object]]:
 
 _TOKENS, _PREFIX, _SUFFIX = 1024, 0.3, 0.2
 _BUFFER = 10  # tokens for what is written around a snippet
-_LEAST = 125  # tokens of a shortened file
+_MIN_TOKENS = 125  # tokens of a shortened file
 _FILES = 5
 _STOP = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "/src/", "```"]
 
@@ -289,17 +289,17 @@ class Continue:
         self._qwen, self._snippets = qwen, snippets
         self._files = OtherFiles()
 
-    def ask(self, one: Round, answer: str) -> Asking:
-        prefix = self._pruned(one.prefix, _TOKENS * _PREFIX, from_top=True)
+    def ask(self, edit: Round, answer: str) -> Asking:
+        prefix = self._pruned(edit.prefix, _TOKENS * _PREFIX, from_top=True)
         before = len(self._tokenize(prefix))
-        suffix = self._pruned(one.suffix, min(_TOKENS - before, _TOKENS * _SUFFIX), from_top=False)
+        suffix = self._pruned(edit.suffix, min(_TOKENS - before, _TOKENS * _SUFFIX), from_top=False)
         left = _TOKENS - len(self._tokenize(prefix + suffix))
-        others = self._files.besides(one) if self._snippets else []
+        others = self._files.besides(edit) if self._snippets else []
         snippets = self._fitting(others, left)
         if self._qwen:
-            prompt = _qwen_prompt(snippets, one.document, prefix, suffix or "\n")
+            prompt = _qwen_prompt(snippets, edit.document, prefix, suffix or "\n")
         else:
-            prompt = _starcoder_prompt(snippets, one.document, prefix, suffix or "\n")
+            prompt = _starcoder_prompt(snippets, edit.document, prefix, suffix or "\n")
         body = {
             "model": "", "max_tokens": 4096, "temperature": 0.01, "stop": _STOP,
             "prompt": prompt, "stream": True,
@@ -319,7 +319,7 @@ class Continue:
 
     def _fitting(self, others: list[Round], left: int) -> list[tuple[str, str]]:
         """Return (path, text) of the other files that are sent."""
-        files = [(one.document, one.prefix + one.suffix) for one in others]
+        files = [(edit.document, edit.prefix + edit.suffix) for edit in others]
         sizes = [len(self._tokenize(text)) for _, text in files]
         if sum(sizes) >= left - _BUFFER:
             files = self._shortened(_ranked(files), left)
@@ -332,12 +332,12 @@ class Continue:
         return sent
 
     def _shortened(self, files: list[tuple[str, str]], left: int) -> list[tuple[str, str]]:
-        count = min(len(files), max(0, (left - _BUFFER) // _LEAST))
+        count = min(len(files), max(0, (left - _BUFFER) // _MIN_TOKENS))
         shortened = []
         for place, (path, text) in enumerate(files[:count]):
             rest = count - place
             share = 2 / (rest + 1)
-            most = math.floor(_LEAST + share * (left - _BUFFER - rest * _LEAST))
+            most = math.floor(_MIN_TOKENS + share * (left - _BUFFER - rest * _MIN_TOKENS))
             ids = self._tokenize(text)[:most]
             shortened.append((path, self._decode(ids)))
             left -= len(ids)

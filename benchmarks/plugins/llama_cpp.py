@@ -64,13 +64,13 @@ class Ring:
             start = self._random.randint(0, max(0, len(lines) - half))
             lines = lines[start : start + half]
         chunk = Chunk(tuple(lines), filename)
-        if any(chunk.lines == one.lines for one in (*self.chunks, *self._queued)):
+        if any(chunk.lines == other.lines for other in (*self.chunks, *self._queued)):
             return
         for held in (self._queued, self.chunks):
-            similar = [one for one in held if self._similarity(one.lines, chunk.lines) > 0.9]
+            similar = [other for other in held if self._similarity(other.lines, chunk.lines) > 0.9]
             if similar and not evict:
                 return
-            held[:] = [one for one in held if one not in similar]
+            held[:] = [other for other in held if other not in similar]
         self._queued = [*self._queued, chunk][-_QUEUED:]
 
     def update(self) -> bool:
@@ -82,13 +82,15 @@ class Ring:
 
     def evict_similar(self, lines: Sequence[str]) -> None:
         """Drop chunks that are much like what is around the caret."""
-        self.chunks = [one for one in self.chunks if self._similarity(one.lines, lines) <= 0.5]
+        self.chunks = [
+            other for other in self.chunks if self._similarity(other.lines, lines) <= 0.5
+        ]
 
     def extra(self) -> list[dict[str, object]]:
         """Return ``input_extra``."""
         return [
-            {"text": "\n".join(one.lines) + "\n", "time": 0, "filename": one.filename}
-            for one in self.chunks
+            {"text": "\n".join(other.lines) + "\n", "time": 0, "filename": other.filename}
+            for other in self.chunks
         ]
 
 
@@ -107,7 +109,7 @@ def common_lines(one: Sequence[str], other: Sequence[str]) -> float:
 
 _PREFIX_LINES, _SUFFIX_LINES, _SCOPE_LINES = 256, 64, 1024
 _PATH = "/infill"
-_MOST_AFTER = 8  # characters after the caret in its line, where the plugins ask by themselves
+_MAX_AFTER = 8  # characters after the caret in its line, where the plugins ask by themselves
 _MOVED = 32  # lines after which chunks are picked anew
 _PAUSE = 1 / 30
 
@@ -143,25 +145,25 @@ class LlamaPlugin(ABC):
         self._picked_at = -9999
         self._last: Round | None = None
 
-    def ask(self, one: Round, answer: str) -> Asking:
+    def ask(self, edit: Round, answer: str) -> Asking:
         if self._snippets:
-            yield from self._turn_ring(one)
-        self._last = one
-        after = one.suffix.partition("\n")[0]
-        if len(after) > _MOST_AFTER:
+            yield from self._turn_ring(edit)
+        self._last = edit
+        after = edit.suffix.partition("\n")[0]
+        if len(after) > _MAX_AFTER:
             return
-        place = self.place(one)
+        place = self.place(edit)
         hint = self._remembered(place)
         if self._asks(place, hint):
             if self._snippets:
-                self.before_asking(one)
-            hint = _content((yield self._request(place, one, answer)))
+                self.before_asking(edit)
+            hint = _content((yield self._request(place, edit, answer)))
             self._remember(place, hint)
-            self._pick_around(one)
+            self._pick_around(edit)
         if hint and not after.strip():
             accepted = _accepted(place, hint)
             if accepted.key not in self._answers:
-                body = yield self._request(accepted, one, "")
+                body = yield self._request(accepted, edit, "")
                 self._remember(accepted, _content(body))
 
     @property
@@ -174,15 +176,15 @@ class LlamaPlugin(ABC):
         """Return whether the server is asked where this hint is known already."""
 
     @abstractmethod
-    def place(self, one: Round) -> Place:
+    def place(self, edit: Round) -> Place:
         """Return the text around the caret, as it is sent."""
 
     @abstractmethod
-    def before_asking(self, one: Round) -> None:
+    def before_asking(self, edit: Round) -> None:
         """Do with the ring what precedes a request."""
 
-    def _request(self, place: Place, one: Round, answer: str) -> Sent:
-        line = place.middle + one.suffix.partition("\n")[0]
+    def _request(self, place: Place, edit: Round, answer: str) -> Sent:
+        line = place.middle + edit.suffix.partition("\n")[0]
         indent = len(line) - len(line.lstrip()) if line.strip() else 0
         body = {
             "id_slot": 0,
@@ -219,12 +221,12 @@ class LlamaPlugin(ABC):
 
     # The ring
 
-    def _turn_ring(self, one: Round) -> Asking:
+    def _turn_ring(self, edit: Round) -> Asking:
         updates = int(self._random.random() < _PAUSE)
         last = self._last
-        if one.kind in ("open", "switch", "jump"):
+        if edit.kind in ("open", "switch", "jump"):
             updates = 2
-            for seen in (last, one):
+            for seen in (last, edit):
                 if seen is not None:
                     self.ring.pick(_around(seen), seen.document, evict=True)
         for _ in range(updates):
@@ -243,16 +245,16 @@ class LlamaPlugin(ABC):
             "cache_prompt": True,
         }
 
-    def _pick_around(self, one: Round) -> None:
+    def _pick_around(self, edit: Round) -> None:
         """Pick chunks from beyond the window, if the caret is far from where it was done last."""
-        line = one.prefix.count("\n")
+        line = edit.prefix.count("\n")
         if not self._snippets or abs(line - self._picked_at) <= _MOVED:
             return
-        lines = (one.prefix + one.suffix).split("\n")
+        lines = (edit.prefix + edit.suffix).split("\n")
         before = lines[max(0, line - _SCOPE_LINES) : max(0, line - _PREFIX_LINES) + 1]
         first = line + _SUFFIX_LINES
-        self.ring.pick(before, one.document, evict=False)
-        self.ring.pick(lines[first : first + CHUNK_LINES + 1], one.document, evict=False)
+        self.ring.pick(before, edit.document, evict=False)
+        self.ring.pick(lines[first : first + CHUNK_LINES + 1], edit.document, evict=False)
         self._picked_at = line
 
 
@@ -273,13 +275,13 @@ class LlamaVim(LlamaPlugin):
     def similarity(self) -> Similarity:
         return common_words
 
-    def place(self, one: Round) -> Place:
-        before, after = one.prefix.rpartition("\n")[2], one.suffix.partition("\n")[0]
+    def place(self, edit: Round) -> Place:
+        before, after = edit.prefix.rpartition("\n")[2], edit.suffix.partition("\n")[0]
         blank = not (before + after).strip()
-        return _place(one, "" if blank else before, "" if blank else after)
+        return _place(edit, "" if blank else before, "" if blank else after)
 
-    def before_asking(self, one: Round) -> None:
-        around = _around(one)
+    def before_asking(self, edit: Round) -> None:
+        around = _around(edit)
         half = CHUNK_LINES // 2
         start = self._random.randint(0, max(0, len(around) - half))
         self.ring.evict_similar(around[start : start + half])
@@ -297,18 +299,18 @@ class LlamaVscode(LlamaPlugin):
     def similarity(self) -> Similarity:
         return common_lines
 
-    def place(self, one: Round) -> Place:
-        before, after = one.prefix.rpartition("\n")[2], one.suffix.partition("\n")[0]
-        return _place(one, before if before.strip() else "", after)
+    def place(self, edit: Round) -> Place:
+        before, after = edit.prefix.rpartition("\n")[2], edit.suffix.partition("\n")[0]
+        return _place(edit, before if before.strip() else "", after)
 
-    def before_asking(self, one: Round) -> None:
+    def before_asking(self, edit: Round) -> None:
         pass
 
 
-def _place(one: Round, before: str, after: str) -> Place:
+def _place(edit: Round, before: str, after: str) -> Place:
     """Return the lines around the caret's own, which is given."""
-    above = last_lines(one.prefix, _PREFIX_LINES).split("\n")[:-1]
-    below = one.suffix.split("\n")[1 : _SUFFIX_LINES + 1]
+    above = last_lines(edit.prefix, _PREFIX_LINES).split("\n")[:-1]
+    below = edit.suffix.split("\n")[1 : _SUFFIX_LINES + 1]
     return Place("\n".join(above) + "\n", before, f"{after}\n" + "\n".join(below) + "\n")
 
 
@@ -319,9 +321,9 @@ def _accepted(place: Place, hint: str) -> Place:
     return Place("\n".join(above[-_PREFIX_LINES:]) + "\n", last, suffix)
 
 
-def _around(one: Round) -> list[str]:
+def _around(edit: Round) -> list[str]:
     """Return the lines around the caret, half a chunk's on each side."""
-    lines, line = (one.prefix + one.suffix).split("\n"), one.prefix.count("\n")
+    lines, line = (edit.prefix + edit.suffix).split("\n"), edit.prefix.count("\n")
     half = CHUNK_LINES // 2
     return lines[max(0, line - half) : line + half + 1]
 

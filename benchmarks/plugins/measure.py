@@ -195,11 +195,11 @@ def _session(options: PluginsOptions, number: int) -> list[_Step]:
     sources = {f"{place}.py": text for place, text in enumerate(texts)}
     mix = replace(SESSION_KINDS["mix"], opens_lines=True)
     rounds = edit_session(sources, mix, rounds=options.rounds, seed=chance.randrange(2**32))
-    return [_Step(one, one.shown or _some_line(one, chance)) for one in rounds]
+    return [_Step(edit, edit.shown or _some_line(edit, chance)) for edit in rounds]
 
 
-def _some_line(one: Round, chance: random.Random) -> str:
-    lines = [line.strip() for line in (one.prefix + one.suffix).splitlines() if line.strip()]
+def _some_line(edit: Round, chance: random.Random) -> str:
+    lines = [line.strip() for line in (edit.prefix + edit.suffix).splitlines() if line.strip()]
     return chance.choice(lines or ["pass"])
 
 
@@ -312,9 +312,9 @@ def plugins(
     name = model or DEFAULT_MODEL
     checkpoint = open_model(resolve(name), resolve_adapter(name, adapter))
     known = plugins_of(checkpoint)
-    for one in only or ():
-        if one not in known:
-            raise OptionError(f"--only {one}: there are {', '.join(known)}")
+    for plugin in only or ():
+        if plugin not in known:
+            raise OptionError(f"--only {plugin}: there are {', '.join(known)}")
     options = PluginsOptions(
         sessions=sessions, rounds=rounds, window=window, snippets=snippets, seed=seed
     )

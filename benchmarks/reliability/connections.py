@@ -47,8 +47,8 @@ class Connections:
         traceback: TracebackType | None,
     ) -> None:
         """Close all connections that are not in use."""
-        for one in self._idle:
-            one.close()
+        for connection in self._idle:
+            connection.close()
         self._idle.clear()
 
     async def post(self, path: str, body: bytes, headers: dict[str, str]) -> HttpResponse:

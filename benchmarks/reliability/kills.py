@@ -235,7 +235,7 @@ def _report(
         kills=len(back),
         complete=kinds.count("complete"),
         retryable=kinds.count("retry"),
-        cut_off=sum(one.kind == "retry" and one.status == 200 for one in load.outcomes),
+        cut_off=sum(outcome.kind == "retry" and outcome.status == 200 for outcome in load.outcomes),
         wrong=load.wrong,
         hung=kinds.count("hung"),
         failed=len(failed),
@@ -243,7 +243,7 @@ def _report(
         back_p50=statistics.median(back),
         back_max=max(back),
         cached_after=statistics.median(cached),
-        failures=[one.detail for one in failed[:5]],
+        failures=[outcome.detail for outcome in failed[:5]],
     )
 
 

@@ -242,10 +242,10 @@ class _Editors:
         source = {"document": self._documents[client % len(self._documents)]}
         seed = self.options.seed + client
         while True:
-            for one in edit_session(
+            for edit in edit_session(
                 source, SESSION_KINDS["mix"], rounds=_SESSION_ROUNDS, seed=seed
             ):
-                yield _Texts(one.prefix, one.suffix)
+                yield _Texts(edit.prefix, edit.suffix)
 
 
 _Load = _Carets | _Editors
@@ -331,8 +331,8 @@ async def _ask(connections: Connections, options: OverloadOptions, texts: _Texts
 
 
 def _phase(outcomes: Sequence[Outcome], options: OverloadOptions, seconds: float) -> Phase:
-    answers = [one.seconds for one in outcomes if one.kind == "complete"]
-    refusals = [one.seconds for one in outcomes if one.kind == "retry"]
+    answers = [outcome.seconds for outcome in outcomes if outcome.kind == "complete"]
+    refusals = [outcome.seconds for outcome in outcomes if outcome.kind == "retry"]
     late = sum(each > options.deadline for each in answers)
     return Phase(
         offered=len(outcomes) / seconds,
@@ -344,7 +344,11 @@ def _phase(outcomes: Sequence[Outcome], options: OverloadOptions, seconds: float
         p50=statistics.median(answers) if answers else 0.0,
         p99=_percentile(answers, 0.99),
         refused_p50=statistics.median(refusals) if refusals else 0.0,
-        codes=dict(Counter(one.code or one.detail for one in outcomes if one.kind != "complete")),
+        codes=dict(
+            Counter(
+                outcome.code or outcome.detail for outcome in outcomes if outcome.kind != "complete"
+            )
+        ),
     )
 
 

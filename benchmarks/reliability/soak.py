@@ -345,8 +345,10 @@ async def _streams(load: _Load) -> tuple[int, float]:
     seconds = time.perf_counter() - started
     for _, writer in idle:
         writer.close()
-    failed = [one for one in outcomes if one.kind != "complete"]
-    load.failures += (f"stream: {one.kind} {one.status} {one.detail}" for one in failed)
+    failed = [outcome for outcome in outcomes if outcome.kind != "complete"]
+    load.failures += (
+        f"stream: {outcome.kind} {outcome.status} {outcome.detail}" for outcome in failed
+    )
     return len(outcomes) - len(failed), seconds
 
 

@@ -130,8 +130,8 @@ def session() -> list[Moment]:
 def texts(layout: PromptLayout) -> list[str]:
     """The prompt's segments as texts; a sentinel is one character that no text has."""
     return [
-        one.text if isinstance(one, TextSegment) else chr(SENTINELS + one.token_id)
-        for one in layout.segments
+        segment.text if isinstance(segment, TextSegment) else chr(SENTINELS + segment.token_id)
+        for segment in layout.segments
     ]
 
 
@@ -156,7 +156,7 @@ def cached_picture() -> str:
             request = InfillRequest(prefix=moment.prefix, suffix=moment.suffix, layout=order)
             segments = texts(planners[name].plan_and_record(request))
             prompt = "".join(segments)
-            cached = max((common_prefix(prompt, one) for one in earlier[name]), default=0)
+            cached = max((common_prefix(prompt, other) for other in earlier[name]), default=0)
             new = sum(ord(each) < SENTINELS for each in prompt[cached:])
             earlier[name].append(prompt)
             parts.append(label(34, y + 12, name, "faint"))

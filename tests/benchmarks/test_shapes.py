@@ -85,7 +85,7 @@ class TestRandomModels:
             expected = gguf_model.checkpoint.tokenizer.encode(text, parse_special=parse)
             assert random.tokenizer.encode(text, parse_special=parse) == expected
 
-    def test_special_and_unused_tokens_are_never_likeliest(
+    def test_special_and_unused_tokens_are_never_most_likely(
         self, random_gguf: Path, gguf_model: ComparedModel
     ) -> None:
         random = open_checkpoint(random_gguf)

@@ -183,13 +183,17 @@ class Engine:
         Unknown ids are ignored: the request may just have ended.
         """
         for sequence in self._queues.sequences_of(request_id):
-            cancelled = [one for one in sequence.answer_indices if index is None or one == index]
+            cancelled = [
+                answer for answer in sequence.answer_indices if index is None or answer == index
+            ]
             if len(cancelled) == len(sequence.answer_indices):
                 self.kv_traffic.forget(sequence)
                 self._undelivered += self._queues.end(sequence, "cancelled")
             elif cancelled:
                 self._undelivered += sequence.final_outputs("cancelled", indices=cancelled)
-                remaining = [one for one in sequence.answer_indices if one not in cancelled]
+                remaining = [
+                    answer for answer in sequence.answer_indices if answer not in cancelled
+                ]
                 sequence.answer_indices = tuple(remaining)
 
     def has_work(self) -> bool:
@@ -300,7 +304,7 @@ class Engine:
             computed = time.perf_counter()
             groups = sibling_groups(scheduled)
             record_scores(self._runner.logits_ops, logits, scheduled)
-            answers = [one for _, group in groups for one in group]
+            answers = [answer for _, group in groups for answer in group]
             verify(self._runner, logits, answers, self._vocabulary)
             sampled = time.perf_counter()
         except Exception as error:
@@ -315,7 +319,7 @@ class Engine:
         self._counters.sampling_seconds += sampled - computed
         self.kv_traffic.record_step(rows, sampled - started)
         if all(entry.span is None and not _is_sparse(entry) for entry in scheduled):
-            keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
+            keys = sum(entry.rows * (entry.sequence.computed + entry.rows) for entry in scheduled)
             for learner in (self._speculation, self._step_limit):
                 if learner is not None:
                     learner.record_step(rows, keys / rows, sampled - started)

@@ -7,6 +7,8 @@ from midfill.config import LogOptions, ModelOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.errors import EngineDeadError, InvalidRequestError, MidfillError, UnavailableError
 
+NO_BLOB = memoryview(b"")
+
 KEY_VARIABLE = "MIDFILL_ENGINE_KEY"
 """Environment variable: the key of the server's end of the socket; "" where it has none."""
 
@@ -86,7 +88,7 @@ class ImportKv(msgspec.Struct, frozen=True, tag=True):
 
     transfer_id: str
     tenant: str
-    blob: bytes
+    blob: memoryview
     before: list[int] = []
 
 
@@ -206,7 +208,7 @@ class TransferDone(msgspec.Struct, frozen=True, tag=True):
 
     transfer_id: str
     tokens: int
-    blob: bytes = b""
+    blob: memoryview = NO_BLOB
 
 
 class TransferRefused(msgspec.Struct, frozen=True, tag=True):

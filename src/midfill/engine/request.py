@@ -18,9 +18,9 @@ class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_tokens: maximum number of tokens to generate.
         temperature: divides the logits; 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens with this probability mass; 1 is off.
-        min_p: drop tokens below this share of the likeliest token's probability; 0 is off.
+        min_p: drop tokens below this share of the most likely token's probability; 0 is off.
         typical_p: mass of locally typical sampling (Meister et al., 2022); 1 is off.
         presence_penalty: subtracted from the logit of each token generated before.
         frequency_penalty: subtracted once per earlier occurrence among the generated tokens.
@@ -31,9 +31,9 @@ class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logit_bias: by token id, a value added to its logit.
         stop_token_ids: token ids that end the answer, in addition to the model's end tokens.
         ignore_eos: continue past the model's end tokens.
-        logprobs: how many of the likeliest tokens are reported per position; None reports
+        logprobs: how many of the most likely tokens are reported per position; None reports
             nothing, 0 the sampled token only.
-        prompt_logprobs: how many of the likeliest tokens are reported for each of the prompt's
+        prompt_logprobs: how many of the most likely tokens are reported for each of the prompt's
             tokens but the first; None reports nothing, 0 the prompt's own tokens only. The prompt
             is computed whole, whatever is cached of it, unless ``EngineRequest.score_from`` says
             that its beginning needs no report.
@@ -123,7 +123,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
     Attributes:
         logprob: the sampled token's, or the prompt's token's.
-        top: (token id, logprob) of the likeliest tokens, best first.
+        top: (token id, logprob) of the most likely tokens, best first.
     """
 
     logprob: float

@@ -6,9 +6,9 @@ answer's first line that has text:
 
 * ``joint``: the sum of their log probabilities, given the bytes that the answer has to begin with
   (token healing). Without that condition, a prefix that ends in an unusual word looks like doubt.
-* ``margin``: the least distance to the likeliest other token. One close decision is enough to go
+* ``margin``: the least distance to the most likely other token. One close decision is enough to go
   wrong.
-* ``entropy``: the greatest of the likeliest tokens' entropies.
+* ``entropy``: the greatest of the most likely tokens' entropies.
 * ``repeats``: whether the line, from the caret's line on, stands above already. Repeated lines are
   right more often than their probabilities say.
 
@@ -26,9 +26,9 @@ START_TOKENS = 2
 """Tokens of a streamed answer that are seen before it is shown."""
 
 TOP_TOKENS = 5
-"""The likeliest tokens at each place whose log probabilities are looked at."""
+"""The most likely tokens at each place whose log probabilities are looked at."""
 
-_LEAST_JOINT = -50.0  # lower ones say no more
+_MIN_JOINT = -50.0  # lower ones say no more
 _MAX_MARGIN = 10.0
 _MAX_BEFORE = 4000  # characters before the caret in which a line is looked for
 
@@ -39,9 +39,9 @@ class TokenScore:
 
     Attributes:
         logprob: its log probability, given what the answer has to begin with.
-        margin: its log probability minus that of the likeliest other token; infinite if it is the
+        margin: its log probability minus that of the most likely other token; infinite if it is the
             only one that is possible.
-        entropy: of the likeliest tokens, in nats.
+        entropy: of the most likely tokens, in nats.
     """
 
     logprob: float
@@ -56,7 +56,7 @@ class TokenScore:
 
         Args:
             logprob: its log probability, finite.
-            others: those of the likeliest other tokens that were possible, finite.
+            others: those of the most likely other tokens that were possible, finite.
             conditional: whether others were not, because of what the answer has to begin with.
         """
         if conditional:
@@ -85,7 +85,7 @@ class Features:
     def of(cls, scores: Sequence[TokenScore], repeats: bool) -> "Features":
         """Return the features of one or more tokens."""
         return cls(
-            max(sum(score.logprob for score in scores), _LEAST_JOINT),
+            max(sum(score.logprob for score in scores), _MIN_JOINT),
             min(_MAX_MARGIN, *(score.margin for score in scores)),
             max(score.entropy for score in scores),
             float(repeats),

@@ -53,7 +53,7 @@ DEFAULT_SNIPPET_CHARACTERS = 6000
 SHARE = 1 / 16
 _ON_REQUEST, _IN_IDLE_TIME = 1.5, 3.0  # how many times the news a price may be
 _NEXT_TO_NOTHING = 64  # characters
-_MOST, _LEAST = 9 / 16, 7 / 16  # of the context, that files may take
+_MAX_SHARE, _MIN_SHARE = 9 / 16, 7 / 16  # of the context, that files may take
 _MAX_TENANTS = 4096
 
 
@@ -379,7 +379,7 @@ class FittingFiles:
     """
 
     def __init__(self, context: int, count: Callable[[ContextFile], int]) -> None:
-        self._most, self._least = int(_MOST * context), int(_LEAST * context)
+        self._most, self._least = int(_MAX_SHARE * context), int(_MIN_SHARE * context)
         self._count = count
         self._firsts: OrderedDict[str, int] = OrderedDict()  # hash of the first file, by tenant
 

@@ -17,8 +17,8 @@ from midfill.infill.trim import open_brackets
 
 _CLOSERS = {"(": ")", "[": "]"}
 _MAX_SUFFIX = 4000  # characters in which closing brackets are looked for
-_LEAST_LOOP = 12  # characters of all periods together
-_LEAST_PERIODS = 3
+_MIN_LOOP = 12  # characters of all periods together
+_MIN_PERIODS = 3
 _BEFORE_STRING = (*" \t([{=,:+", "")  # a single quote
 
 
@@ -105,11 +105,11 @@ def without_loop(text: str) -> str:
 
     The last one may be incomplete.
     """
-    for period in range(1, len(text) // _LEAST_PERIODS + 1):
+    for period in range(1, len(text) // _MIN_PERIODS + 1):
         length = period
         while length < len(text) and text[-length - 1] == text[-length - 1 + period]:
             length += 1
-        if length >= max(_LEAST_PERIODS * period, _LEAST_LOOP) and text[-period:].strip():
+        if length >= max(_MIN_PERIODS * period, _MIN_LOOP) and text[-period:].strip():
             return text[: len(text) - length + period]
     return text
 

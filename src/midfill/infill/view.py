@@ -25,7 +25,7 @@ _MIN_WINDOW = 4 * _PROBE  # characters; a shorter text is no window
 _MAX_GROWTH = 1.5  # of the prompt, relative to what was sent
 _MAX_LOSS = 0.25  # of what was sent on one side
 _REMEMBERED = 4  # times what was sent, beyond each edge
-_LEAST_HEADER, _LONGEST_HEADER = 8, 2000  # characters
+_MIN_HEADER, _MAX_HEADER = 8, 2000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _header_length(view: View, prefix: str) -> int:
     """Return how many characters of whole lines might be a header; 0 if none are."""
     shared = common_prefix(view.text, prefix, view.sent_left)
     length = prefix.rfind("\n", 0, shared) + 1
-    fits = _LEAST_HEADER <= length <= _LONGEST_HEADER and length + _MIN_WINDOW <= len(prefix)
+    fits = _MIN_HEADER <= length <= _MAX_HEADER and length + _MIN_WINDOW <= len(prefix)
     return length if fits and 2 * shared < len(prefix) else 0
 
 

@@ -29,14 +29,14 @@ from midfill.errors import InvalidRequestError
 from midfill.infill.cut_places import boundary_before
 from midfill.infill.view import View
 
-_LEAST, _MOST = 0.5, 2.0  # of ``before``: a start nearer or farther than this is given up
+_MIN_SHARE, _MAX_SHARE = 0.5, 2.0  # of ``before``: a start nearer or farther than this is given up
 _NEAR, _FAR = 0.75, 1.25  # of ``before``: where a new start is looked for
 _PLACED = 0.6  # of a limit: what a window holds that is placed anew
 _LINE = 64  # characters of a line that are looked at
 _SEPARATOR = re.compile(r"[\s;,(){}\[\]]")
 _CLOSERS = ")]}"
 _PROBE = 64  # characters that identify a start
-_LEAST_PROBE = 16  # characters; fewer are only looked for where they should be
+_MIN_PROBE = 16  # characters; fewer are only looked for where they should be
 _MAX_STARTS = 8
 _SOON = 0.8  # of the distance at which a window hops; from here on the hop is worth preparing
 _TYPING = 1.5  # times as far, while text is typed in one place
@@ -73,12 +73,12 @@ class WindowRule:
     @property
     def nearest(self) -> int:
         """A window whose start is nearer to the caret is given up, unless it begins the text."""
-        return int(_LEAST * self.before)
+        return int(_MIN_SHARE * self.before)
 
     @property
     def farthest(self) -> int:
         """A window whose start is farther from the caret is given up."""
-        return int(_MOST * self.before)
+        return int(_MAX_SHARE * self.before)
 
     def limited(self, most: int) -> "WindowRule":
         """Return a rule whose windows hold at most ``most`` characters, with room to grow.
@@ -246,7 +246,7 @@ class WindowHistory:
     def record_computed(self, view: View, prefix: str) -> None:
         """Record that a prompt is cached whose text before the caret is ``prefix``."""
         probe, last = prefix[:_PROBE], self._last
-        if last is None or len(probe) < _LEAST_PROBE:
+        if last is None or len(probe) < _MIN_PROBE:
             return
         start = view.text.find(probe, max(0, view.caret - last.rule.farthest), view.caret)
         if start >= 0:
@@ -307,7 +307,7 @@ class _Start:
         for place in (self.from_begin, len(text) - self.from_end):
             if low <= place <= high and text.startswith(self.probe, place - self.at):
                 return place
-        if len(self.probe) < _LEAST_PROBE:
+        if len(self.probe) < _MIN_PROBE:
             return None
         found = text.find(self.probe, max(0, low - self.at), high + len(self.probe) - self.at)
         place = found + self.at

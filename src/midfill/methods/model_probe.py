@@ -49,7 +49,7 @@ class ModelProbe:
         return np.concatenate(found, axis=1)
 
     def greedy(self, tokens: Int32Array, count: int, ends: tuple[int, ...]) -> Int32Array:
-        """Return the likeliest continuation, token by token.
+        """Return the most likely continuation, token by token.
 
         Args:
             tokens: [n] int32, all but the last of which are computed.

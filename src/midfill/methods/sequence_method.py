@@ -350,7 +350,9 @@ class ComposedMethod(SequenceMethod):
 
     def admitted(self, sequence: SequenceView) -> Admitted:
         results = [method.admitted(sequence) for method in self.methods]
-        return Admitted(max(one.computed for one in results), sum(one.copied for one in results))
+        return Admitted(
+            max(result.computed for result in results), sum(result.copied for result in results)
+        )
 
     def run_chunk(self, sequence: SequenceView, tokens: int) -> MethodChunk | None:
         chunks = (method.run_chunk(sequence, tokens) for method in self.methods)

@@ -102,8 +102,8 @@ def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:
         from midfill.system.machine import format_size
 
         raise OptionError(
-            f"--kv-memory {kv_memory} is more than the {format_size(free_bytes)}"
-            f" ({free_bytes} bytes) of memory that are free; give less, or leave it out"
+            f"--kv-memory {format_size(kv_memory)} is more than the {format_size(free_bytes)} of"
+            " memory that are free; give less, or leave it out"
         )
 
 

@@ -68,7 +68,7 @@ def possible(required: bytes) -> list[int]:
 def empty_answer(
     tokens: list[int], required: bytes, bias: dict[int, float]
 ) -> tuple[list[int], float]:
-    """The likeliest exact spelling with the likeliest end, and the probability of any end there."""
+    """Return the most likely exact spelling and end, and the probability of any end there."""
     answer, probability = list[int](), 1.0
     while required:
         found = probabilities(tokens + answer, bias)
@@ -131,7 +131,7 @@ class TestTheDecision:
 
     @pytest.mark.parametrize("required", BEGINNINGS)
     def test_an_answer_is_never_empty_at_the_threshold_1(self, required: bytes) -> None:
-        # The end token is by far the likeliest, also after each of the first tokens.
+        # The end token is by far the most likely, also after each of the first tokens.
         bias = {END: 60.0}
         request = asking("r", prompt(30), 1.0, required, logit_bias=bias)
         tokens = serve(engine(), [request])["r", 0].tokens

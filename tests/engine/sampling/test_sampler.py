@@ -190,7 +190,7 @@ def test_a_real_vocabulary(spread: float, fields: dict[str, float]) -> None:
     assert (before <= draws + 1e-5).all()
 
 
-def test_greedy_takes_the_likeliest_whatever_the_draw() -> None:
+def test_greedy_takes_the_most_likely_whatever_the_draw() -> None:
     logits = random_logits(100, 3)
     best = int(logits.argmax())
     greedy = EngineSamplingParams(temperature=0.0, top_p=0.5, top_k=3)
@@ -235,7 +235,7 @@ def test_the_largest_draw_selects_a_kept_token() -> None:
 
 
 def test_the_smallest_draw_skips_tokens_that_were_filtered_out() -> None:
-    # The likeliest token is less surprising than typical here, so typical-p drops it.
+    # The most likely token is less surprising than typical here, so typical-p drops it.
     logits = np.array([[1.2, *([0.0] * 30), -np.inf]], np.float32)
     counts = frequencies(logits, EngineSamplingParams(typical_p=0.5))
     assert counts.keys() <= set(range(1, 31))
@@ -401,7 +401,7 @@ class TestLogprobs:
         assert reported[0] is None
         assert [len(one.top) for one in reported if one is not None] == [0, 2, 50]
 
-    def test_the_likeliest_of_a_real_vocabulary_are_found(self) -> None:
+    def test_the_most_likely_of_a_real_vocabulary_are_found(self) -> None:
         logits = np.concatenate([random_logits(49_157, seed) for seed in range(4)])
         wanted = [1, 2, 20, 900]
         rows = [row(EngineSamplingParams(logprobs=count), 0.5, n) for n, count in enumerate(wanted)]
@@ -446,7 +446,7 @@ class TestAllowedTokens:
         assert [counts[token] for token in self.IDS] == pytest.approx(expected.tolist(), abs=1.01)
         assert counts.total() == sum(counts[token] for token in self.IDS)
 
-    def test_greedy_takes_the_likeliest_of_them_penalties_included(self) -> None:
+    def test_greedy_takes_the_most_likely_of_them_penalties_included(self) -> None:
         logits = random_logits(60, 12)
         best = int(self.IDS[logits[0, self.IDS].argmax()])
         for fields, expected in (({}, best), ({"logit_bias": {31: 90.0, 4: 99.0}}, 31)):

@@ -76,7 +76,7 @@ def truth(
     bias: dict[int, float] | None = None,
     banned: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """Return the greedy answer by brute force: the likeliest allowed token, one by one."""
+    """Return the greedy answer by brute force: the most likely allowed token, one by one."""
     runner, answer = ToyRunner(256), list[int]()
     while len(answer) < count:
         logits = next_logits(runner, tokens + answer)
@@ -143,7 +143,7 @@ class TestGreedy:
 
     @pytest.mark.parametrize("step", range(1, 5))
     def test_preempted_halfway_through_the_beginning(self, step: int) -> None:
-        # Single bytes are made the likeliest, so the beginning takes many steps.
+        # Single bytes are made the most likely, so the beginning takes many steps.
         required = "printx🙂(".encode()
         bias = {TOKENS.index(bytes([byte])): 50.0 for byte in b"printx(\xf0\x9f\x99\x82"}
         params = sampling(logit_bias=bias)
@@ -197,7 +197,7 @@ def test_log_probabilities_are_those_of_the_unconstrained_model() -> None:
 
 class TestTheEnd:
     def test_end_tokens_are_not_allowed_before_it_is_written(self) -> None:
-        # The end token is by far the likeliest.
+        # The end token is by far the most likely.
         params = sampling(ignore_eos=False, logit_bias={END: 100.0})
         answer = serve(engine(), [healed("a", prompt(20), b"print(", params)])["a", 0]
         assert text(answer).startswith(b"print(")

@@ -117,9 +117,9 @@ def test_weights_are_of_the_keys_that_a_row_sees(
     ends = limit + np.arange(rows)[:, None] // 2
     seen = (np.arange(190) < ends) & ((np.arange(190) >= ends - window) if window else True)
     weights, states, sums = attend(scores, values, dim, 2, limit, window)
-    peaks = np.where(seen, scores, -np.inf).max(axis=1)
-    np.testing.assert_array_equal(states[:, 0], peaks)
-    shift = np.where(np.isfinite(peaks), peaks, 0)[:, None]
+    maxima = np.where(seen, scores, -np.inf).max(axis=1)
+    np.testing.assert_array_equal(states[:, 0], maxima)
+    shift = np.where(np.isfinite(maxima), maxima, 0)[:, None]
     exact = np.where(seen, np.exp(scores - shift), 0)
     np.testing.assert_array_equal(weights[~seen], 0)
     np.testing.assert_allclose(weights, exact, rtol=1 / 256, atol=1e-30)

@@ -9,7 +9,7 @@ from midfill.errors import MidfillError
 from midfill_lab.evaluation.choice import split_in_halves
 from midfill_lab.evaluation.empties import (
     EMPTY_CONDITIONS,
-    LEAST_THRESHOLD,
+    MIN_THRESHOLD,
     caret_results,
     caret_tasks,
     choose_empty,
@@ -83,8 +83,8 @@ class TestTheRule:
         assert smallest_threshold([0.999, 1.0], 0.5) == 1.0
 
     def test_a_model_that_is_sure_is_not_overruled(self) -> None:
-        assert smallest_threshold([1e-9, 0.0, 0.0, 0.3], 0.25) == LEAST_THRESHOLD
-        assert smallest_threshold([1e-9, 0.0, 0.0, 0.3], 1.0) == LEAST_THRESHOLD
+        assert smallest_threshold([1e-9, 0.0, 0.0, 0.3], 0.25) == MIN_THRESHOLD
+        assert smallest_threshold([1e-9, 0.0, 0.0, 0.3], 1.0) == MIN_THRESHOLD
 
 
 class TestTheChoice:

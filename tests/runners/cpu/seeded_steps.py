@@ -88,7 +88,7 @@ def layers_alone(runner: CpuRunner) -> dict[str, str]:
 
 
 def answers(runner: CpuRunner) -> dict[str, object]:
-    """Compute prompts whole and in chunks, choose the likeliest tokens, and sample others."""
+    """Compute prompts whole and in chunks, choose the most likely tokens, and sample others."""
     stepper = Stepper(runner)
     sequences = [Sequence(token_ids(44, 1)), Sequence(token_ids(9, 2))]
     logits = [stepper.prefill(sequences[0]), stepper.prefill(sequences[1], (1, 2, 4))]

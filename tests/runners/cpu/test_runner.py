@@ -128,7 +128,7 @@ def test_the_same_bits_chunked_warm_and_batched(runner: CpuRunner) -> None:
     np.testing.assert_array_equal(together[183], together[0])
 
 
-def test_the_likeliest_tokens_are_those_of_the_logits(runner: CpuRunner) -> None:
+def test_the_most_likely_tokens_are_those_of_the_logits(runner: CpuRunner) -> None:
     ids = token_ids(90, seed=8)
     for step in (batch([(ids, 0, scattered())]), batch([(ids[:3], 0, scattered())])):
         logits = runner.forward(step)

@@ -6,7 +6,7 @@ from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.forward.logits import argmax_tokens, log_softmax
 
 
-def test_of_equal_logits_the_first_is_the_likeliest() -> None:
+def test_of_equal_logits_the_first_is_the_most_likely() -> None:
     logits = np.array([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]], np.float32)
     assert argmax_tokens(NUMPY_LOGITS, logits) == [1, 0]
 

@@ -80,5 +80,5 @@ def test_few_rows_have_copies_of_their_logits_at_a_time() -> None:
         assert largest.elements == MAX_ROWS_AT_ONCE * 3000
 
 
-def test_the_likeliest_of_no_rows_are_none() -> None:
+def test_the_most_likely_of_no_rows_are_none() -> None:
     assert argmax_tokens(TorchLogits(), torch.empty(0, 8)) == []

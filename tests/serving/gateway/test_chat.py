@@ -1,9 +1,13 @@
 """Chats are passed on as they are."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 from gateway_serving import run, serve
 from hostile_answers import WHOLE, bomb, endless, head, sent, split, whole
@@ -145,6 +149,37 @@ def test_an_endless_line_ends_a_chat() -> None:
     run(test())
 
 
+def test_a_long_chat_holds_nobody_up() -> None:
+    chat = {"messages": [{"role": "user", "content": "\n" * 4_000_000}]}
+    started = time.thread_time()
+    body = msgspec.json.encode(chat)
+    encoding, stalls = time.thread_time() - started, [0.0]
+
+    async def watch() -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0.001)
+            stalls.append(time.thread_time() - before)
+
+    def send(url: httpx.URL) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return httpx.post(url, content=body, headers=headers, timeout=60)
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                url = gateway.client.base_url.join(_PATH)
+                watching = asyncio.create_task(watch())
+                response = await asyncio.to_thread(send, url)
+                await asyncio.sleep(0.01)
+                watching.cancel()
+            assert response.status_code == 200
+            assert upstream.chats[0]["messages"] == chat["messages"]
+
+    run(test())
+    assert max(stalls) < encoding
+
+
 def test_chats_are_charged_to_their_key() -> None:
     async def test() -> None:
         with StubUpstream() as upstream:
@@ -170,7 +205,8 @@ def test_a_keys_chats_at_a_time_are_limited() -> None:
             async with serve(upstream.url, limits=limits) as gateway:
                 upstream.respond = on_chats(lambda: sent(head() + said, pause=3600))
                 async with gateway.client.stream("POST", _PATH, json=STREAMED) as response:
-                    assert await anext(response.aiter_lines()) == 'data: {"said": "Hel"}'
+                    lines = response.aiter_lines()  # if it were dropped, so were the connection
+                    assert await anext(lines) == 'data: {"said": "Hel"}'
                     other = await gateway.client.post(_PATH, json=CHAT)
                     assert other.status_code == 429
 

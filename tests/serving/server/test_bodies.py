@@ -9,7 +9,7 @@ from midfill.errors import InvalidRequestError
 from midfill.serving.server.bodies import MAX_ESCAPES, HeldBodies, _decode_large
 from midfill.serving.server.responses import ApiError
 
-FREE, MOST = 10, 100
+FREE, MAX = 10, 100
 
 
 class Upload:
@@ -50,7 +50,7 @@ class Upload:
 
 @pytest.fixture
 def bodies() -> HeldBodies:
-    return HeldBodies(MOST, FREE)
+    return HeldBodies(MAX, FREE)
 
 
 def test_one_that_stalls_gives_way_to_one_that_grows(bodies: HeldBodies) -> None:
@@ -99,7 +99,7 @@ def test_complete_ones_stay(bodies: HeldBodies) -> None:
 def test_small_ones_are_free(bodies: HeldBodies) -> None:
     async def test() -> None:
         full = Upload(bodies)
-        await full.send(FREE + MOST, end=True)
+        await full.send(FREE + MAX, end=True)
         small = [Upload(bodies) for _ in range(20)]
         for each in small:
             await each.send(FREE, end=True)
@@ -111,7 +111,7 @@ def test_small_ones_are_free(bodies: HeldBodies) -> None:
 def test_one_alone_may_be_larger(bodies: HeldBodies) -> None:
     async def test() -> None:
         alone = Upload(bodies)
-        await alone.send(5 * MOST, end=True)
+        await alone.send(5 * MAX, end=True)
         assert await alone.status() == 200
 
     asyncio.run(test())

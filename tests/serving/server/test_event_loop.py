@@ -151,6 +151,9 @@ BODIES: list[tuple[str, Callable[[], bytes]]] = [
         lambda: of_json(messages=[{"role": "a", "content": "<|im_" * 60_000}]),
     ),
     ("/v1/chat/completions", lambda: of_json(messages=[MESSAGE] * 100_000)),
+    ("/chat/completions", lambda: of_json(messages=[{"role": "a", "content": "a" * SPACE}])),
+    ("/beta/completions", lambda: of_json(prompt=LINES, suffix=LINES)),
+    ("/beta/v1/completions", lambda: of_json(prompt=LINES, suffix="b" * 4_000_000)),
     ("/v1/fim/completions", lambda: of_json(prompt=LINES, suffix=LINES)),
     ("/v1/events", lambda: of_json(type="view", completion_id="a" * SPACE, choice_index=1)),
     ("/api/generate", lambda: of_json(model="tiny", prompt=WORDS, system=WORDS)),
@@ -158,6 +161,19 @@ BODIES: list[tuple[str, Callable[[], bytes]]] = [
     ("/api/chat", lambda: of_json(model="tiny", messages=[MESSAGE] * 100_000)),
     ("/api/show", lambda: of_json(model="a" * SPACE)),
 ]
+
+
+def test_all_that_take_a_body_are_here(service: ModelService) -> None:
+    async def describe() -> httpx.Response:
+        transport = httpx.ASGITransport(app=create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get("/openapi.json")
+
+    described = asyncio.run(describe()).json()["paths"]
+    taking = {
+        path for path, methods in described.items() if "requestBody" in methods.get("post", {})
+    }
+    assert taking == {path for path, _ in BODIES}
 
 
 @pytest.mark.parametrize(("path", "make_body"), BODIES, ids=[path for path, _ in BODIES])

@@ -149,7 +149,7 @@ def test_a_single_line_ends_generation(server: RunningServer) -> None:
 
 
 class TestEmptyAnswers:
-    """After what is healed, the end token is by far the likeliest."""
+    """After what is healed, the end token is by far the most likely."""
 
     BODY: ClassVar = {
         "prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 6, "logit_bias": {"0": 60},

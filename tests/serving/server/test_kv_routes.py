@@ -1,17 +1,25 @@
 """KV moves from one server to another, for those that have the key, and as what it is."""
 
+import asyncio
 import http.client
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from running_server import RunningServer, start
 
+from midfill.config import ModelOptions
+from midfill.engine.process.client import EngineClient
 from midfill.errors import MidfillError
 from midfill.kv.blob import decode_blob
 from midfill.serving.options import ServeOptions
+from midfill.serving.server.kv_routes import kv_routes
+from midfill.serving.server.responses import install_error_handlers
 
 KEY = "a key for moving"
 SENT = {"Authorization": f"Bearer {KEY}"}
@@ -72,8 +80,12 @@ def test_what_another_server_has_need_not_be_sent(
         assert refused.status_code == 400
         assert "begins at token 70" in refused.json()["error"]["message"]
         path = f"{target.url}/internal/kv/import?before="
-        short = target.client.post(f"{path}{2**40}", content=before + rest, headers=SENT)
+        short = target.client.post(f"{path}70", content=before[:9], headers=SENT)
         assert short.status_code == 400
+        assert "ends within the 70 tokens" in short.json()["error"]["message"]
+        many = target.client.post(f"{path}{2**40}", content=before + rest, headers=SENT)
+        assert many.status_code == 400
+        assert "the KV pool holds" in many.json()["error"]["message"]
         response = target.client.post(f"{path}70", content=before + rest, headers=SENT)
         assert (response.status_code, response.json()) == (200, {"tokens": 200})
         size = len(decode_blob(blob).data)
@@ -147,6 +159,75 @@ def test_a_body_larger_than_the_pool_is_not_read(source: RunningServer) -> None:
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
+
+
+def without_an_engine(folder: Path) -> FastAPI:
+    """The routes of a server whose engine has not started."""
+    app = FastAPI()
+    app.include_router(kv_routes(EngineClient(folder, ModelOptions()), KEY))
+    install_error_handlers(app, {}, {})
+    return app
+
+
+def test_the_event_loop_goes_on_while_much_kv_is_imported(tmp_path: Path) -> None:
+    size = 60 << 20
+    halves = [bytes(size // 2)] * 2
+    started = time.thread_time()
+    b"".join(halves)
+    copying, stalls = time.thread_time() - started, [0.0]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(size >> 20):
+            yield halves[0][: 1 << 20]
+            await asyncio.sleep(0)
+
+    async def watch() -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            stalls.append(time.thread_time() - before)
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=without_an_engine(tmp_path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.post("/internal/kv/import", headers=SENT)  # routes are made
+            watching = asyncio.create_task(watch())
+            answer = await client.post("/internal/kv/import", content=pieces(), headers=SENT)
+            await asyncio.sleep(0.01)
+            watching.cancel()
+            return answer
+
+    assert asyncio.run(send()).status_code == 503
+    assert max(stalls) < copying / 2
+
+
+def test_an_export_is_written_piece_by_piece(tmp_path: Path) -> None:
+    class Exporting(EngineClient):
+        async def export_kv(self, *_: object) -> memoryview:  # type: ignore[override]
+            return memoryview(bytes(5 << 19))
+
+    app = FastAPI()
+    app.include_router(kv_routes(Exporting(tmp_path, ModelOptions()), KEY))
+    sent: list[MutableMapping[str, Any]] = []
+    headers = [(name.lower().encode(), value.encode()) for name, value in SENT.items()]
+    scope = {
+        "type": "http", "method": "POST", "path": "/internal/kv/export", "query_string": b"",
+        "headers": [*headers, (b"content-type", b"application/json")], "client": ("x", 1),
+    }  # fmt: skip
+    bodies = iter([{"type": "http.request", "body": b'{"token_ids":[1]}'}])
+
+    async def receive() -> MutableMapping[str, Any]:
+        body = next(bodies, None)
+        if body is None:
+            await asyncio.sleep(60)
+        return cast(MutableMapping[str, Any], body)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert dict(sent[0]["headers"])[b"content-length"] == str(5 << 19).encode()
+    assert [len(each["body"]) for each in sent[1:]] == [1 << 20, 1 << 20, 1 << 19, 0]
 
 
 def test_an_empty_key_is_refused() -> None:

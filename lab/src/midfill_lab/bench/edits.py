@@ -105,7 +105,7 @@ def _session(rounds: int, seed: int, sentinels: Sentinels) -> list[Round]:
 def _marked(rounds: Sequence[Round]) -> list[Round]:
     """Return the session with a unique first line in each file."""
     mark = uuid.uuid4()
-    return [replace(one, prefix=f"# {mark} {one.document}\n{one.prefix}") for one in rounds]
+    return [replace(edit, prefix=f"# {mark} {edit.document}\n{edit.prefix}") for edit in rounds]
 
 
 def _payloads(
@@ -113,40 +113,42 @@ def _payloads(
 ) -> list[dict[str, Any]]:
     if name in _SERVERS_OWN or sentinels is None:
         fields = {} if name == "window" else {"window": "as-sent"}
-        return [{"prompt": one.prefix, "suffix": one.suffix, "midfill": fields} for one in rounds]
+        return [
+            {"prompt": edit.prefix, "suffix": edit.suffix, "midfill": fields} for edit in rounds
+        ]
     cuts = {"psm": psm_cuts, "spm": lambda rounds: [0] * len(rounds), "efim": efim_cuts}[name]
     return [
-        layout_fields("efim", one.prefix[:cut], one.prefix[cut:], one.suffix, sentinels)
-        for one, cut in zip(rounds, cuts(rounds), strict=True)
+        layout_fields("efim", edit.prefix[:cut], edit.prefix[cut:], edit.suffix, sentinels)
+        for edit, cut in zip(rounds, cuts(rounds), strict=True)
     ]
 
 
 def psm_cuts(rounds: Sequence[Round]) -> list[int]:
     """Return PSM's cuts: the whole prefix comes before the suffix."""
-    return [len(one.prefix) for one in rounds]
+    return [len(edit.prefix) for edit in rounds]
 
 
 def efim_cuts(rounds: Sequence[Round]) -> list[int]:
     """Return EFIM's cuts, as published: a file's first prefix stays in place while it can."""
     heads: dict[str, str] = {}
     cuts = []
-    for one in rounds:
-        head = heads.get(one.document)
-        if head is None or not one.prefix.startswith(head):
-            head = heads[one.document] = one.prefix
+    for edit in rounds:
+        head = heads.get(edit.document)
+        if head is None or not edit.prefix.startswith(head):
+            head = heads[edit.document] = edit.prefix
         cuts.append(len(head))
     return cuts
 
 
 def _summary(measured: Sequence[Measurement]) -> EditsResult:
-    ttfts = sorted(one.ttft_seconds for one in measured)
+    ttfts = sorted(measurement.ttft_seconds for measurement in measured)
     return EditsResult(
         requests=len(measured),
-        prompt_tokens=sum(one.prompt_tokens for one in measured),
-        computed_tokens=sum(one.computed_tokens for one in measured),
+        prompt_tokens=sum(measurement.prompt_tokens for measurement in measured),
+        computed_tokens=sum(measurement.computed_tokens for measurement in measured),
         ttft_seconds=median(ttfts),
         ttft_p90_seconds=ttfts[int(0.9 * len(ttfts))],
-        wall_seconds=sum(one.total_seconds for one in measured),
+        wall_seconds=sum(measurement.total_seconds for measurement in measured),
     )
 
 

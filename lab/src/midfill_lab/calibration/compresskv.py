@@ -28,7 +28,7 @@ from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
 
 _ANSWER_TOKENS = 50
-_LEAST_RECALL = 0.5
+_MIN_RECALL = 0.5
 _EPSILON = 1e-5
 
 
@@ -122,7 +122,7 @@ class EvidenceSearchWork:
         prompt = len(text.token_ids)
         full, queries = self._answer(text)
         answer = full[prompt:]
-        if recall(answer, text.answer) <= _LEAST_RECALL:
+        if recall(answer, text.answer) <= _MIN_RECALL:
             return tables
         keys = self.probe.keys(len(full) - 1)
         scores = np.stack(

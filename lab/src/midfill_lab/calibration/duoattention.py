@@ -46,7 +46,7 @@ _NAMES = (
 # fmt: on
 _MODULES = ("argparse", "difflib", "doctest", "optparse", "pdb", "tarfile")
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
-_RAMP, _LEAST_RATE = 0.2, 0.1  # the rate rises and falls over this share of the steps
+_RAMP, _MIN_RATE = 0.2, 0.1  # the rate rises and falls over this share of the steps
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class GateTraining:
         """Return the learning rate of step ``step``, from 0: it rises, stays and falls."""
         ramp = max(self.steps * _RAMP, 1)
         share = min((step + 1) / ramp, (self.steps - step) / ramp, 1.0)
-        return self.rate * max(share, _LEAST_RATE)
+        return self.rate * max(share, _MIN_RATE)
 
 
 @dataclass(frozen=True)

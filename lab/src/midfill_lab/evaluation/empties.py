@@ -43,7 +43,7 @@ EMPTY_CONDITIONS: tuple[Condition, ...] = (
 )
 _THRESHOLDS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 _QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
-LEAST_THRESHOLD = 0.01
+MIN_THRESHOLD = 0.01
 """No smaller threshold is chosen: there the rule would overrule a model that is sure."""
 
 
@@ -265,12 +265,12 @@ def given_empty(report: InfillingReport, threshold: float) -> EmptyChoice:
 def smallest_threshold(probabilities: Sequence[float], limit: float) -> float:
     """Return the smallest threshold that at most a share of the probabilities is above.
 
-    It is rounded up to two digits, and at least ``LEAST_THRESHOLD``.
+    It is rounded up to two digits, and at least ``MIN_THRESHOLD``.
     """
     above = math.floor(limit * len(probabilities) + 1e-9)
     if above >= len(probabilities):
-        return LEAST_THRESHOLD
-    found = max(LEAST_THRESHOLD, sorted(probabilities, reverse=True)[above])
+        return MIN_THRESHOLD
+    found = max(MIN_THRESHOLD, sorted(probabilities, reverse=True)[above])
     unit = 10.0 ** (math.floor(math.log10(found)) - 1)
     return min(1.0, round(math.ceil(found / unit - 1e-9) * unit, 12))
 

@@ -26,7 +26,7 @@ from midfill_lab.evaluation.summary import SCORES, estimate_difference
 from midfill_lab.reporting import ResultTable
 
 _RING = 16  # chunks
-_LINES, _LEAST_LINES = 32, 3  # of a chunk
+_LINES, _MIN_LINES = 32, 3  # of a chunk
 _SHOWN_BEFORE, _SHOWN_AFTER = 64, 32  # lines around the caret that chunks leave out
 _FILES = 3
 _OWN = 0.5  # share of chunks from the hole's own file
@@ -142,7 +142,7 @@ def _visits(
             name, lines = chance.choice(others)
         start = chance.randint(0, max(0, len(lines) - _LINES))
         seen = starts.setdefault(id(lines), [])
-        if len(lines) < _LEAST_LINES or any(abs(start - other) < _LINES // 2 for other in seen):
+        if len(lines) < _MIN_LINES or any(abs(start - other) < _LINES // 2 for other in seen):
             continue
         seen.append(start)
         text = "\n".join(lines[start : start + _LINES]) + "\n"

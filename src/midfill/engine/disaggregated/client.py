@@ -181,7 +181,7 @@ class DisaggregatedClient:
         finds = (engine.cached_tokens(tenant, token_ids) for engine in self.of_role("prefill"))
         return _least(await asyncio.gather(*finds, return_exceptions=True))
 
-    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
+    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> memoryview:
         """Return an encoded ``KvBlob`` of what prefill workers have cached of a prompt.
 
         Without the first ``start`` of its tokens, which the receiver has.
@@ -192,12 +192,14 @@ class DisaggregatedClient:
         """
         exports = (engine.export_kv(tenant, token_ids, start) for engine in self.of_role("prefill"))
         results = await asyncio.gather(*exports, return_exceptions=True)
-        blobs = [result for result in results if isinstance(result, bytes)]
+        blobs = [result for result in results if isinstance(result, memoryview)]
         if blobs:
             return max(blobs, key=len)
         raise _most_telling(results)
 
-    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
+    async def import_kv(
+        self, tenant: str, blob: bytes | memoryview, before: Sequence[int] = ()
+    ) -> int:
         """Put an encoded ``KvBlob`` into the prefix caches of prefill workers.
 
         Of all of them: which document it belongs to is not known. ``before`` are the tokens that an

@@ -414,8 +414,7 @@ def _is_open(incoming: _Import, tokens: Int32Array) -> bool:
 def _exported(export: _Export) -> TransferResult:
     assert export.result is not None
     try:
-        return TransferDone(
-            export.transfer_id, len(export.tokens) - export.start, export.result.result()
-        )
+        blob = memoryview(export.result.result())
+        return TransferDone(export.transfer_id, len(export.tokens) - export.start, blob)
     except Exception as error:
         return TransferRefused(export.transfer_id, str(error))

@@ -237,7 +237,7 @@ class EngineClient:
         tokens = list(token_ids)
         return (await self._transfer(lambda number: messages.FindKv(number, tenant, tokens))).tokens
 
-    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
+    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> memoryview:
         """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
 
         Without the first ``start``, which the receiver has.
@@ -251,7 +251,9 @@ class EngineClient:
             await self._transfer(lambda number: messages.ExportKv(number, tenant, tokens, start))
         ).blob
 
-    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
+    async def import_kv(
+        self, tenant: str, blob: bytes | memoryview, before: Sequence[int] = ()
+    ) -> int:
         """Put an encoded ``KvBlob`` into a tenant's prefix cache.
 
         A prompt that is submitted meanwhile and begins with its tokens waits for them. ``before``
@@ -264,9 +266,9 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or died.
             KvTransferError: the blob is damaged, or of another model or tenant.
         """
-        tokens = list(before)
+        tokens, view = list(before), memoryview(blob)
         return (
-            await self._transfer(lambda number: messages.ImportKv(number, tenant, blob, tokens))
+            await self._transfer(lambda number: messages.ImportKv(number, tenant, view, tokens))
         ).tokens
 
     async def _transfer(self, message: Callable[[str], messages.ToEngine]) -> messages.TransferDone:

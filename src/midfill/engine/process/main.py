@@ -75,13 +75,13 @@ class _Channel:
         """Queue a message; never blocks. KV is a frame of its own, which nobody copies."""
         kv = []
         if isinstance(message, messages.TransferDone) and message.blob:
-            kv, message = [message.blob], msgspec.structs.replace(message, blob=b"")
+            kv, message = [message.blob], msgspec.structs.replace(message, blob=messages.NO_BLOB)
         self._socket.send_multipart([msgspec.msgpack.encode(message), *kv], copy=False)
 
     def receive(self) -> tuple[bytes, bytes, memoryview]:
         """Wait for the next message; return its request's id (b"" for none), its msgpack and KV."""
         request_id, payload, *kv = self._socket.recv_multipart(copy=False)
-        return request_id.bytes, payload.bytes, kv[0].buffer if kv else memoryview(b"")
+        return request_id.bytes, payload.bytes, kv[0].buffer if kv else messages.NO_BLOB
 
     def receive_first(self) -> messages.Prepare | messages.Start:
         """Receive one of the messages that come before the model is loaded."""

@@ -114,10 +114,11 @@ class EngineProcess:
             msgspec.DecodeError: a message makes no sense.
         """
         ended = asyncio.ensure_future(self._wait())
-        received: asyncio.Future[list[bytes]] | None = None
+        received: asyncio.Future[list[zmq.Frame]] | None = None
         try:
             while True:
-                received = asyncio.ensure_future(self._socket.recv_multipart())
+                # A copy of a large blob would hold the event loop up.
+                received = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
                 await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not received.done():
                     await asyncio.wait({received}, timeout=_LAST_MESSAGES_SECONDS)
@@ -127,9 +128,9 @@ class EngineProcess:
                 # nothing is left behind even if this process is killed.
                 shutil.rmtree(self._folder, ignore_errors=True)
                 payload, *kv = received.result()
-                message = self._decoder.decode(payload)
+                message = self._decoder.decode(payload.buffer)
                 if kv and isinstance(message, messages.TransferDone):
-                    message = msgspec.structs.replace(message, blob=kv[0])
+                    message = msgspec.structs.replace(message, blob=kv[0].buffer)
                 yield message
         finally:
             ended.cancel()
@@ -218,7 +219,7 @@ def _bind(socket: zmq.asyncio.Socket, folder: str) -> tuple[str, str]:
     return f"tcp://127.0.0.1:{port}", public.decode()
 
 
-def _encode(message: messages.ToEngine) -> tuple[bytes, ...]:
+def _encode(message: messages.ToEngine) -> tuple[bytes | memoryview, ...]:
     """Return frames: the id of the request or transfer that it is about, its msgpack, KV if any.
 
     With the id apart, the engine can name the request even if it can't decode the message.
@@ -237,9 +238,9 @@ def _encode(message: messages.ToEngine) -> tuple[bytes, ...]:
             pass
         case messages.Prepare() | messages.Start() | messages.Ping():
             request_id = ""
-    kv: tuple[bytes, ...] = ()
+    kv: tuple[memoryview, ...] = ()
     if isinstance(message, messages.ImportKv):  # beside it: encoded, it would be copied
-        kv, message = (message.blob,), msgspec.structs.replace(message, blob=b"")
+        kv, message = (message.blob,), msgspec.structs.replace(message, blob=messages.NO_BLOB)
     return (request_id.encode(), msgspec.msgpack.encode(message), *kv)
 
 

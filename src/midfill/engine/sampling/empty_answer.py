@@ -1,16 +1,16 @@
 """EmptyAnswerCheck: whether an answer is empty, decided before its first token is chosen.
 
 Where nothing is missing, the right answer to an infilling request is none. Sampled token by token,
-that depends on accidents: greedy decoding writes the likeliest token even if it is one of many that
-together are unlikely, and an end token counts only once the bytes that the answer has to begin with
-(token healing) are spelled without anything after them.
+that depends on accidents: greedy decoding writes the most likely token even if it is improbable,
+and an end token counts only once the bytes that the answer has to begin with (token healing) are
+spelled without anything after them.
 
 The check asks for the probability of the empty answer as a whole, given those bytes: that the
 tokens spell them exactly, and an end token follows. If it is above the request's threshold, the
 answer is empty. Otherwise it is not: end tokens are impossible until it has text of its own. How
 probable an empty answer should be depends on the model; ``midfill eval empty`` measures it.
 
-The check follows the likeliest tokens that spell the bytes exactly, and keeps the logits on its
+The check follows the most likely tokens that spell the bytes exactly, and keeps the logits on its
 way. Then the answer starts again from the first of them. Where these tokens were drafted, all of
 this happens within the step that computes the prompt's last token; otherwise each takes a step.
 The decision is the same.
@@ -34,11 +34,11 @@ class EmptyAnswerCheck:
 
     Attributes:
         constraint: what is left of it after ``tokens``; None if nothing.
-        tokens: the likeliest tokens that spell it exactly, as far as they are known.
+        tokens: the most likely tokens that spell it exactly, as far as they are known.
         rows: [vocab] float32 each: logits before the first of the tokens, and after each.
         probability: that the answer is empty; until ``decided``, that it begins with the tokens,
             given what it has to begin with.
-        end_token: the likeliest end token after them, once the check is decided.
+        end_token: the most likely end token after them, once the check is decided.
         decided: whether the check is complete.
     """
 

@@ -30,10 +30,10 @@ from midfill.runners.forward.logits import LogitsOps
 # A temperature below this means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5
 
-# Without top-k, the filters are tried on so many of the likeliest tokens before all are.
+# Without top-k, the filters are tried on so many of the most likely tokens before all are.
 _FEW_CANDIDATES = 256
 
-# By how much the likeliest token's probability must exceed top-p, against rounding.
+# By how much the most likely token's probability must exceed top-p, against rounding.
 _CERTAINTY_MARGIN = 1e-5
 _BINS = 1024  # for sorting; see _smallest_set
 MAX_ROWS_AT_ONCE = 8
@@ -83,7 +83,7 @@ class _Row:
         spec: the request.
         logits: [vocab], or [n] for n allowed tokens; after penalties.
         clean: whether the model's logits are known to be free of NaN and +infinity.
-        token_id: the likeliest token until another is drawn. Until ``_choose`` returns, an index
+        token_id: the most likely token until another is drawn. Until ``_choose`` returns, an index
             into ``logits``.
     """
 
@@ -94,7 +94,7 @@ class _Row:
 
 
 def is_greedy(params: EngineSamplingParams) -> bool:
-    """Whether the likeliest token is taken, whatever the draw."""
+    """Whether the most likely token is taken, whatever the draw."""
     return params.temperature < _GREEDY_TEMPERATURE or params.top_k == 1
 
 
@@ -208,7 +208,7 @@ def adjust_logits(ops: LogitsOps, logits: RunnerArray, spec: SampleRow) -> Runne
 def _start_rows(
     ops: LogitsOps, vectors: list[RunnerArray], specs: Sequence[SampleRow]
 ) -> list[_Row | None]:
-    """Return each row with its likeliest token; None for rows without a finite logit."""
+    """Return each row with its most likely token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
     for logits, spec, (best, value) in zip(vectors, specs, ops.argmax(vectors), strict=True):
         # argmax returns a NaN or an infinity, if it sees all of the logits.
@@ -244,10 +244,10 @@ def _draw(ops: LogitsOps, rows: list[_Row]) -> None:
 
 
 def _is_certain(ops: LogitsOps, row: _Row) -> bool:
-    """Whether top-p is sure to leave nothing but the likeliest token, whatever the draw.
+    """Whether top-p is sure to leave nothing but the most likely token, whatever the draw.
 
     At low temperatures this is so for most tokens, and two passes over the logits show it: all
-    other tokens are at most as likely as the second likeliest.
+    other tokens are at most as likely as the second most likely.
     """
     params, vocab = row.spec.params, len(row.logits)
     others = min(params.top_k or vocab, vocab) - 1
@@ -269,7 +269,7 @@ def _draw_unfiltered(ops: LogitsOps, rows: list[_Row]) -> None:
 
 
 def _draw_top_k(ops: LogitsOps, rows: list[_Row], top_k: int) -> None:
-    """Draw from the ``top_k`` likeliest tokens, filtered."""
+    """Draw from the ``top_k`` most likely tokens, filtered."""
     vectors = [row.logits for row in rows]
     ids = ops.top_k(vectors, top_k)
     for row, values, row_ids in zip(rows, ops.gather(vectors, ids), ids, strict=True):
@@ -321,7 +321,7 @@ def filter_probabilities(
     """Apply top-p, min-p and typical-p.
 
     Args:
-        weights: [n] float64, probabilities of the n likeliest tokens, in any order.
+        weights: [n] float64, probabilities of the n most likely tokens, in any order.
         params: the filters' parameters.
         complete: whether no other tokens are possible.
 
@@ -399,13 +399,13 @@ def token_logprobs(
     token_ids: Sequence[int],
     wanted: Sequence[int],
 ) -> list[TokenLogprobs]:
-    """Return the log probability of one token per vector, and those of the likeliest tokens.
+    """Return the log probability of one token per vector, and those of the most likely tokens.
 
     Args:
         ops: of the runner that computed the logits.
         vectors: [vocab] float32 each, without NaN and +infinity.
         token_ids: the token of each.
-        wanted: how many of the likeliest tokens to report for each.
+        wanted: how many of the most likely tokens to report for each.
     """
     normalizers = ops.log_normalizers(vectors, [1.0] * len(vectors))[:, None]
     own = ops.gather(vectors, np.array(token_ids, np.int64)[:, None]) - normalizers

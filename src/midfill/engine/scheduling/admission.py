@@ -27,7 +27,7 @@ from midfill.engine.request import EngineOutput, EngineRequest
 from midfill.errors import QueueFullError
 
 _MEMORY_SECONDS = 10.0  # how far back the queue's speed is measured
-_LEAST_SECONDS = 1.0  # of measuring, before the speed is believed
+_MIN_SECONDS = 1.0  # of measuring, before the speed is believed
 _SAFETY = 0.7  # share of the time until a deadline that a request may wait in the queue
 _NEW_SAFETY = 0.1  # the same for a document whose KV isn't cached
 _NEW_SHARE = 0.1  # of what is computed, for such documents however long the queue is
@@ -262,7 +262,7 @@ class QueueSpeed:
 
     def seconds(self, tokens: float) -> float:
         """Return how long so many tokens will take; 0 as long as nothing is known."""
-        if self._seconds < _LEAST_SECONDS or not self._tokens:
+        if self._seconds < _MIN_SECONDS or not self._tokens:
             return 0.0
         return tokens * self._seconds / self._tokens
 

@@ -60,7 +60,10 @@ class RequestQueues:
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
         """Return the unfinished sequences of a request, in order of arrival."""
-        return [self.sequences[one] for one in sorted(self._sequence_ids.get(request_id, ()))]
+        return [
+            self.sequences[sequence_id]
+            for sequence_id in sorted(self._sequence_ids.get(request_id, ()))
+        ]
 
     def state(self) -> ScheduleState:
         """Return what a policy may look at: of the queue, only as many as a step could admit."""

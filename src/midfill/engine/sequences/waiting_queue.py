@@ -91,13 +91,15 @@ class WaitingQueue:
         limit = max(limit, 1)
         if not self._turns and not self._resuming:
             return []
-        chosen = [one for one, _ in zip(self._resuming.values(), range(limit), strict=False)]
+        chosen = [
+            sequence for sequence, _ in zip(self._resuming.values(), range(limit), strict=False)
+        ]
         if len(self._turns) == 1:
             (turn,) = self._turns
             self._turns = (turn._replace(deficit=self._policy.quantum),)  # it kept nobody waiting
             queued = self._new[turn.tenant].values()
             return chosen + [
-                one for one, _ in zip(queued, range(limit - len(chosen)), strict=False)
+                sequence for sequence, _ in zip(queued, range(limit - len(chosen)), strict=False)
             ]
         self._turns = turns = self._policy.advance(self._turns)
         queues = {tenant: iter(queued.values()) for tenant, queued in self._new.items()}

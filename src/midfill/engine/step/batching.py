@@ -206,14 +206,16 @@ def _decode_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
     positions = [sequence.computed for sequence in sequences]
     kv_indptr = np.array([0, *accumulate(position + 1 for position in positions)], np.int32)
     slots = [
-        one.kv.slots[: position + 1]
-        for one, position in zip(sequences, positions, strict=True)
-        if one.kv is not None
+        sequence.kv.slots[: position + 1]
+        for sequence, position in zip(sequences, positions, strict=True)
+        if sequence.kv is not None
     ]
     kv_slots = np.concatenate(slots) if rows > 1 else slots[0].copy()
     every_row = np.arange(rows + 1, dtype=np.int32)
     return ForwardBatch(
-        token_ids=np.array([one.token_at(one.computed) for one in sequences], np.int32),
+        token_ids=np.array(
+            [sequence.token_at(sequence.computed) for sequence in sequences], np.int32
+        ),
         positions=np.array(positions, np.int32),
         write_slots=kv_slots[kv_indptr[1:] - 1],
         query_indptr=every_row,

@@ -116,13 +116,13 @@ def _run_in_parts(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> S
     current: list[_Share] = []
     hidden: RunnerArray = None
     for first, end in pairwise(_cuts(shares, layers)):
-        active = [one for one in shares if one.rows.next_layer == first and one.end > first]
-        changed = [one for one in active if one.stops_before(first)]
+        active = [share for share in shares if share.rows.next_layer == first and share.end > first]
+        changed = [share for share in active if share.stops_before(first)]
         for share in changed:
             share.change()
         if not active:
             continue
-        batch = pack([one.batch_rows() for one in active])
+        batch = pack([share.batch_rows() for share in active])
         if first == 0:
             hidden = runner.embed(batch)
         elif changed or active != current:
@@ -130,14 +130,14 @@ def _run_in_parts(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> S
         hidden = runner.run_layers(batch, hidden, first, end)
         _hand_out(runner, batch, active, hidden, first, end)
         current = active
-    done = [one for one in shares if one.entry.completes]
+    done = [share for share in shares if share.entry.completes]
     for share in done:
         if share.stops_before(layers):
             share.change()
-    queries = [one.rows.queries if one.entry.completes else None for one in shares]
-    if not any(one.entry.outputs for one in done):
+    queries = [share.rows.queries if share.entry.completes else None for share in shares]
+    if not any(share.entry.outputs for share in done):
         return StepOutputs((), queries)
-    batch = pack([one.batch_rows() for one in done])
+    batch = pack([share.batch_rows() for share in done])
     logits = runner.compute_logits(batch, _joined(runner, done))
     return StepOutputs(logits, queries)
 
@@ -164,7 +164,7 @@ def _cuts(shares: SequenceOf[_Share], layers: int) -> list[int]:
 
 def _joined(runner: Runner, shares: SequenceOf[_Share]) -> RunnerArray:
     """Return the hidden rows of some sequences, one below the other."""
-    parts = [one.rows.hidden for one in shares if one.rows.hidden is not None]
+    parts = [share.rows.hidden for share in shares if share.rows.hidden is not None]
     assert len(parts) == len(shares)
     return parts[0] if len(parts) == 1 else runner.join(parts)
 
@@ -178,7 +178,7 @@ def _hand_out(
     end: int,
 ) -> None:
     """Give each sequence its hidden rows, and the queries that were observed in these layers."""
-    observed = _observed(runner, batch, [one.entry for one in active], first, end)
+    observed = _observed(runner, batch, [share.entry for share in active], first, end)
     ends = pairwise(batch.query_indptr.tolist())
     for share, (start, stop), queries in zip(active, ends, observed, strict=True):
         share.rows.hidden = hidden[start:stop]

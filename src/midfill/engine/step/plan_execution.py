@@ -54,7 +54,9 @@ class PlanExecution:
         admitted = [sequences[chunk.sequence_id] for chunk in plan.admit]
         for sequence, chunk in zip(admitted, plan.admit, strict=True):
             self._admit(sequence, by_layers=chunk.tokens == 0)
-        self._counters.record_too_large(sequences[one].request_id for one in plan.too_large)
+        self._counters.record_too_large(
+            sequences[sequence_id].request_id for sequence_id in plan.too_large
+        )
         for chunk in plan.background:
             self._queues.match_prefix(sequences[chunk.sequence_id])
         slots = pool.allocate(len(plan.decodes)).tolist()

@@ -36,6 +36,6 @@ def record_scores(
             for at in range(0, len(scored), MAX_ROWS_AT_ONCE):
                 some = token_ids[at : at + MAX_ROWS_AT_ONCE]
                 found = logits[row + at : row + at + len(some)]
-                rows = [ops.mask_nonfinite(one) for one in found]
+                rows = [ops.mask_nonfinite(vector) for vector in found]
                 sequence.prompt_logprobs += token_logprobs(ops, rows, some, [wanted] * len(some))
         row += outputs

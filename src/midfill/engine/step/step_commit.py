@@ -111,7 +111,7 @@ class StepCommit:
         if first.decoding and first.method.is_null and len(group) == 1 and not group[0].failed:
             output = self._commit_answer(group[0])  # mostly: an answer goes on
             return [output] if output.token_ids or output.finish_reason is not None else []
-        if any(one.failed for one in group):
+        if any(answer.failed for answer in group):
             # KV that led to such logits must not be found by others, so it is discarded.
             outputs = [group[0].output()] if len(group) == 1 and group[0].tokens else []
             return outputs + self._queues.fail([first], "the model's logits hold no finite value")
@@ -129,11 +129,11 @@ class StepCommit:
                 if len(group) > 1:
                     return self._queues.fail([first], failure)
         if len(group) > 1:
-            self._queues.start_siblings([one.sequence for one in group])
-        outputs = [self._commit_answer(one) for one in group]
-        for one in group:
-            sequence = one.sequence
-            if one.finish_reason is not None or sequence.kv is None:
+            self._queues.start_siblings([answer.sequence for answer in group])
+        outputs = [self._commit_answer(answer) for answer in group]
+        for answer in group:
+            sequence = answer.sequence
+            if answer.finish_reason is not None or sequence.kv is None:
                 continue
             if failure:  # the token that was sampled before counts, as it does while decoding
                 outputs += self._queues.fail([sequence], failure)
@@ -141,7 +141,9 @@ class StepCommit:
                 self._decide(sequence, outputs)
             else:
                 self._execution.preempt(sequence)
-        return [one for one in outputs if one.token_ids or one.finish_reason is not None]
+        return [
+            output for output in outputs if output.token_ids or output.finish_reason is not None
+        ]
 
     def _commit_answer(self, verification: Verification) -> EngineOutput:
         """Free the slots of rejected tokens, finish the answer if it ended, return its output."""

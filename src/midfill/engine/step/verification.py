@@ -109,7 +109,7 @@ def sibling_groups(
             row += len(entry.scored_rows)
         if entry.sampled:
             draft = entry.draft.tokens[: entry.drafted].tolist() if entry.drafted else ()
-            siblings = [Verification(one, row, draft) for one in entry.sequence.fork()]
+            siblings = [Verification(sibling, row, draft) for sibling in entry.sequence.fork()]
             groups.append((entry, siblings))
             row += 1 + entry.drafted
     return groups

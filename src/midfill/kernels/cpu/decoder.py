@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
+from midfill.kernels.cpu.argmax import finish_argmax, start_argmax
 from midfill.kernels.cpu.attention import Queries, attend, merge_partials
 from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.calls import call_kernel
@@ -33,7 +34,6 @@ from midfill.kernels.cpu.jit import entry_point_from_child, kernel
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, touch_page, write_entry
 from midfill.kernels.cpu.linear import LinearOutput, LinearWeights, Tiling
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
-from midfill.kernels.cpu.peaks import choose_likeliest, start_peaks
 from midfill.kernels.cpu.row_blocks import alone, batch_part, count_blocks, workspace_part
 from midfill.kernels.cpu.rows import NormWeights, norm, rotate
 from midfill.kernels.cpu.standby import (
@@ -104,10 +104,10 @@ def _added_rows(
     config: DecoderConfig, hidden: Float32Array, rows: int, workspace: Workspace
 ) -> LinearOutput:
     """Return where a projection goes: it is added to the hidden rows, or normed before that."""
-    width, peaks = config.hidden, workspace.peaks[0]
+    width, maxima = config.hidden, workspace.maxima[0]
     if config.post_norms:
-        return LinearOutput(workspace.projected, rows, width, False, 1.0, peaks, False)
-    return LinearOutput(hidden, rows, width, True, config.residual_multiplier, peaks, False)
+        return LinearOutput(workspace.projected, rows, width, False, 1.0, maxima, False)
+    return LinearOutput(hidden, rows, width, True, config.residual_multiplier, maxima, False)
 
 
 @kernel
@@ -185,7 +185,7 @@ def _project_block(
     start = _norm_rows(context, hidden, rows, weights.attn_norm, layer, workspace.normed)
     _multiply(
         context, config, workspace.normed, start, weights.qkv, layer,
-        LinearOutput(workspace.qkv, rows, width, False, 1.0, workspace.peaks[0], False),
+        LinearOutput(workspace.qkv, rows, width, False, 1.0, workspace.maxima[0], False),
         _tiling(workspace, context, QKV_TILES),
     )  # fmt: skip
     end_phase(context, QKV)
@@ -326,16 +326,16 @@ def _compute_logits(
                 normed.values[k] *= np.float32(config.logits_multiplier)
         quantize(normed, at, width)
     end_phase(context, NORM)
-    stride, peaks = len(weights.head.bias), workspace.peaks[context.thread]
-    start_peaks(peaks, outputs)
+    stride, maxima = len(weights.head.bias), workspace.maxima[context.thread]
+    start_argmax(maxima, outputs)
     _multiply(
         context, config, normed, 0, weights.head, 0,
-        LinearOutput(workspace.logits, outputs, stride, False, 1.0, peaks, True),
+        LinearOutput(workspace.logits, outputs, stride, False, 1.0, maxima, True),
         _tiling(workspace, context, HEAD_TILES),
     )  # fmt: skip
     end_phase(context, HEAD)
     for row in range(context.thread, outputs, context.threads):
-        choose_likeliest(workspace.peaks, context.threads, row, workspace.likeliest)
+        finish_argmax(workspace.maxima, context.threads, row, workspace.argmax)
 
 
 @kernel

@@ -97,8 +97,8 @@ class Workspace(NamedTuple):
         gated: [rows, ffn]; without values where ``down`` has no float32 weights.
         projected: float32 [rows * hidden] where config.post_norms, else empty.
         logits: float32 [outputs * vocab padded to whole panels].
-        peaks: float32 [threads, outputs * 48], see peaks.py.
-        likeliest: int32 [outputs], the token of each output's largest logit; -1 where one of them
+        maxima: float32 [threads, outputs * 48], see argmax.py.
+        argmax: int32 [outputs], the token of each output's largest logit; -1 where one of them
             isn't finite.
         products: float32 [threads, PRODUCTS_SIZE], see linear.Tiling.
         attention: float32 [threads, attention.scratch_size(...)].
@@ -117,8 +117,8 @@ class Workspace(NamedTuple):
     gated: Activations
     projected: Float32Array
     logits: Float32Array
-    peaks: Float32Array
-    likeliest: Int32Array
+    maxima: Float32Array
+    argmax: Int32Array
     products: Float32Array
     attention: Float32Array
     cells: Int32Array

@@ -102,7 +102,7 @@ def kernel_by_type(choose: Callable[..., Any]) -> Any:
 def kernel_by_number(kernels: Mapping[int, Callable[..., Any]]) -> Any:
     """Make an inlined kernel that calls the one of several that its first argument names.
 
-    Numbers are compared in the order of ``kernels``, the likeliest first; the last one is called
+    Numbers are compared in the order of ``kernels``, the most likely first; the last one is called
     for all others. Every kernel returns nothing and takes the arguments after the number.
     """
     *compared, last = kernels
@@ -143,7 +143,7 @@ def compiled_for(function: Callable[..., Any], *arguments: Any) -> Callable[...,
     """
     dispatcher: Any = function
     compiled: Callable[..., Any] = dispatcher.compile(
-        tuple(dispatcher.typeof_pyval(one) for one in arguments)
+        tuple(dispatcher.typeof_pyval(argument) for argument in arguments)
     )
     return compiled
 

@@ -16,6 +16,7 @@ from midfill.kernels.cpu.amx_products import (
     configure_amx,
     release_amx,
 )
+from midfill.kernels.cpu.argmax import update_argmax
 from midfill.kernels.cpu.jit import (
     entry_point_from_child,
     inlined_kernel,
@@ -30,7 +31,6 @@ from midfill.kernels.cpu.panel_products import (
     multiply_quants,
     prefetch_distance,
 )
-from midfill.kernels.cpu.peaks import find_peak
 from midfill.kernels.cpu.simd import (
     LANES,
     add,
@@ -119,8 +119,8 @@ class LinearOutput(NamedTuple):
         stride: elements from one row to the next, at least the outputs padded to whole panels.
         residual: add multiplier * outputs to what is there, instead of replacing it.
         multiplier: used where ``residual``.
-        peaks: float32 [rows * 48], this thread's own, see peaks.py; used where ``finds_peaks``.
-        finds_peaks: look for each row's largest output, where outputs are not added.
+        maxima: float32 [rows * 48], this thread's own, see argmax.py; used where ``finds_argmax``.
+        finds_argmax: look for each row's largest output, where outputs are not added.
     """
 
     values: Float32Array
@@ -128,8 +128,8 @@ class LinearOutput(NamedTuple):
     stride: int
     residual: bool
     multiplier: float
-    peaks: Float32Array
-    finds_peaks: bool
+    maxima: Float32Array
+    finds_argmax: bool
 
 
 class Tiling(NamedTuple):
@@ -224,10 +224,10 @@ def linear(
                         store(out.values, target, value)
                 row += count
                 number += 1
-        if out.finds_peaks:  # of what this thread has just written
+        if out.finds_argmax:  # of what this thread has just written
             columns = min(end * PANEL, weights.outputs)
             for r in range(out.rows):
-                find_peak(out.values, r * out.stride, first * PANEL, columns, out.peaks, r)
+                update_argmax(out.values, r * out.stride, first * PANEL, columns, out.maxima, r)
     if on_amx:
         release_amx()
 

@@ -46,7 +46,7 @@ from midfill.kernels.cpu.softmax import clear_states
 
 _MINUS_INFINITY = np.float32(-np.inf)
 _LOG2_E = np.float32(1.44269504088896341)
-_LEAST_EXPONENT = -127.0
+_MIN_EXPONENT = -127.0
 _POLYNOMIAL = (0.05500860620334782, 0.24221100823679684, 0.6932829674188516, 1.0)
 """2^r for |r| <= 1/2 to a relative error of 1e-4, highest power first; 1 at 0."""
 
@@ -68,7 +68,7 @@ def power_of_two(context: Any, builder: Any, kinds: Any, x: Any) -> Any:
     the lowest bits, from where it is added to the exponent of 2^r. Below -126 results are
     subnormal and meaningless.
     """
-    least = constant(_LEAST_EXPONENT)
+    least = constant(_MIN_EXPONENT)
     x = builder.select(builder.fcmp_ordered(">", x, least), x, least)
     magic = constant(12582912.0)
     shifted = builder.fadd(x, magic)
@@ -174,10 +174,10 @@ def _weigh_row(
         _hide_keys(scores, at + begin, at + low, at + high)
     if high < last + 2 * LANES:
         _hide_keys(scores, at + last, at + low, at + high)
-    peaks = load(scores, at + begin)
+    maxima = load(scores, at + begin)
     for part in range(begin + LANES, last + 2 * LANES, LANES):
-        peaks = maximum(peaks, load(scores, at + part))
-    peak = max_lanes(peaks)
+        maxima = maximum(maxima, load(scores, at + part))
+    peak = max_lanes(maxima)
     # If all scores are infinite, any finite shift keeps 2^x away from inf - inf.
     shift = splat(peak * -_LOG2_E if peak > _MINUS_INFINITY else np.float32(0.0))
     factor, total = splat(_LOG2_E), splat(np.float32(0.0))

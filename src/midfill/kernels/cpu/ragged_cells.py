@@ -77,10 +77,12 @@ def pack_ragged(indices: Sequence[RaggedIndex | None]) -> tuple[RaggedCells, Int
     ragged = RaggedCells(
         np.array(first, np.int32),
         np.concatenate(indptr).astype(np.int32),
-        present[0].cells if len(present) == 1 else np.concatenate([one.cells for one in present]),
+        present[0].cells
+        if len(present) == 1
+        else np.concatenate([index.cells for index in present]),
         _pack_terms(present),
     )
-    return ragged, np.array([0 if one is None else one.most for one in indices], np.int32)
+    return ragged, np.array([0 if index is None else index.most for index in indices], np.int32)
 
 
 def _pack_terms(indices: Sequence[RaggedIndex]) -> Float32Array:
@@ -88,9 +90,9 @@ def _pack_terms(indices: Sequence[RaggedIndex]) -> Float32Array:
         return np.zeros(0, np.float32)
     terms = [index.terms or KeyTerms.neutral(len(index.cells)) for index in indices]
     parts = [
-        *(one.score_factor for one in terms),
-        *(one.score_bias for one in terms),
-        *(one.value_factor for one in terms),
+        *(term.score_factor for term in terms),
+        *(term.score_bias for term in terms),
+        *(term.value_factor for term in terms),
     ]
     return np.concatenate(parts)
 

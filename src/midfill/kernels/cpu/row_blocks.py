@@ -82,7 +82,7 @@ def workspace_part(
     return Workspace(
         _from(workspace.normed, own * hidden), workspace.qkv[first * qkv :],
         _from(workspace.attended, first * attended), _from(workspace.gated, own * gated),
-        projected, workspace.logits, workspace.peaks, workspace.likeliest,
+        projected, workspace.logits, workspace.maxima, workspace.argmax,
         workspace.products[thread : thread + 1], workspace.attention, workspace.cells,
         workspace.observed, workspace.partials, workspace.clock, workspace.tile_rows,
         workspace.alone,

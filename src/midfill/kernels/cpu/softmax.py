@@ -77,10 +77,10 @@ def softmax_row(
     for part in (start, stop - LANES):
         seen = keep_lanes(load(scores, at + part), low - part, high - part, _MINUS_INFINITY)
         store(scores, at + part, seen)
-    peaks = load(scores, at + start)
+    maxima = load(scores, at + start)
     for part in range(start + LANES, stop, LANES):
-        peaks = maximum(peaks, load(scores, at + part))
-    peak = max_lanes(peaks)
+        maxima = maximum(maxima, load(scores, at + part))
+    peak = max_lanes(maxima)
     # If all scores are infinite, any finite shift keeps exp away from inf - inf.
     shift = splat(peak if peak > _MINUS_INFINITY else np.float32(0.0))
     total = splat(np.float32(0.0))

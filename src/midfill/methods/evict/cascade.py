@@ -251,12 +251,12 @@ class Cascade:
             raise self._failure
         assert self._places is not None
         places = self._places
-        count = places.slots_filled(sum(len(one.places) for one in self._trimmed))
+        count = places.slots_filled(sum(len(trimmed.places) for trimmed in self._trimmed))
         self._gather(count)
         cells, sizes = [], [0]
-        for one in self._trimmed:
-            order = np.argsort(one.ranked, axis=1)
-            ordered = np.take_along_axis(places.cells(one.places), order, axis=1)
+        for trimmed in self._trimmed:
+            order = np.argsort(trimmed.ranked, axis=1)
+            ordered = np.take_along_axis(places.cells(trimmed.places), order, axis=1)
             cells.append(ordered.reshape(-1))
             sizes += [ordered.shape[1]] * len(ordered)
         index = RaggedIndex(np.concatenate(cells), np.cumsum(sizes).astype(np.int32))
@@ -318,21 +318,21 @@ class Cascade:
         assert self._places is not None
         config, is_part = self._runner.config, self._full_layers.is_part
         decided = [
-            one
-            for layer, one in enumerate(self._trimmed)
+            trimmed
+            for layer, trimmed in enumerate(self._trimmed)
             if not is_part or config.window_of(layer) is None
         ]
-        for one, size in zip(decided, sizes.tolist(), strict=True):
-            self._places.give_back(one.places[size:])
-            one.ranked, one.places = one.ranked[:, :size], one.places[:size]
+        for trimmed, size in zip(decided, sizes.tolist(), strict=True):
+            self._places.give_back(trimmed.places[size:])
+            trimmed.ranked, trimmed.places = trimmed.ranked[:, :size], trimmed.places[:size]
 
     def _gather(self, slots: int) -> None:
         """Move all places that are used into the first slots."""
         assert self._places is not None
         places, end = self._places, self._places.first_places(slots)
-        beyond = [one.places >= end for one in self._trimmed]
+        beyond = [trimmed.places >= end for trimmed in self._trimmed]
         moving = np.concatenate(
-            [one.places[far] for one, far in zip(self._trimmed, beyond, strict=True)]
+            [trimmed.places[far] for trimmed, far in zip(self._trimmed, beyond, strict=True)]
         )
         if not len(moving):
             return
@@ -341,6 +341,6 @@ class Cascade:
         stored = store.take(places.cells(moving).reshape(-1))
         store.put(places.cells(target).reshape(-1), stored)
         ends = np.cumsum([int(far.sum()) for far in beyond])[:-1]
-        for one, far, moved in zip(self._trimmed, beyond, np.split(target, ends), strict=True):
-            one.places = one.places.copy()
-            one.places[far] = moved
+        for trimmed, far, moved in zip(self._trimmed, beyond, np.split(target, ends), strict=True):
+            trimmed.places = trimmed.places.copy()
+            trimmed.places[far] = moved

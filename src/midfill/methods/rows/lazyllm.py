@@ -108,7 +108,9 @@ class LazyLLM:
 
     def pruning_layers(self, config: ModelConfig) -> tuple[int, ...]:
         """See ``PruningMethod.pruning_layers``."""
-        return tuple(int(one * config.layers) if one < 1 else int(one) for one in self._after)
+        return tuple(
+            int(depth * config.layers) if depth < 1 else int(depth) for depth in self._after
+        )
 
     def select(self, place: int, scores: Float32Array, prompt: int) -> Int64Array:
         """See ``PruningMethod.select``; of equal scores, the earlier token's counts."""

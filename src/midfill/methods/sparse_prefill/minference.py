@@ -33,7 +33,7 @@ from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists
 NAME, VERSION = "minference", 1
 SINKS, LOCAL = 30, 100
 """Columns and diagonals that vertical-slash always has; the paper's."""
-LEAST_COLUMNS, LEAST_DIAGONALS = 30, 50
+MIN_COLUMNS, MIN_DIAGONALS = 30, 50
 
 
 class Shape(IntEnum):
@@ -163,11 +163,11 @@ def _crosses(
         if pattern.shape is Shape.A:
             columns[head, : max(1, wide)] = True
             diagonals[head, : max(1, long)] = True
-    crossed = [h for h, one in enumerate(patterns) if one.shape is Shape.VERTICAL_SLASH]
+    crossed = [h for h, pattern in enumerate(patterns) if pattern.shape is Shape.VERTICAL_SLASH]
     if crossed:
         shares = np.array([patterns[h][1:] for h in crossed])
         sizes = np.rint(shares * keys).astype(np.int64)
-        sizes = np.clip(sizes, (LEAST_COLUMNS, LEAST_DIAGONALS), keys).clip(max=keys)
+        sizes = np.clip(sizes, (MIN_COLUMNS, MIN_DIAGONALS), keys).clip(max=keys)
         for mass, found, always, count in (
             (column_mass, columns, SINKS, sizes[:, 0]),
             (diagonal_mass, diagonals, LOCAL, sizes[:, 1]),
@@ -206,7 +206,7 @@ def choose_patterns(tables: Tables, scale: float) -> tuple[tuple[Pattern, ...], 
     sizes = tables["size"] * scale
     return tuple(
         tuple(
-            Pattern(CANDIDATES[number].shape, *(size * one for one in CANDIDATES[number][1:]))
+            Pattern(CANDIDATES[number].shape, *(size * length for length in CANDIDATES[number][1:]))
             for number, size in zip(layer.astype(int).tolist(), row.tolist(), strict=True)
         )
         for layer, row in zip(tables["pattern"], sizes, strict=True)

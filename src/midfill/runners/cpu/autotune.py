@@ -48,10 +48,10 @@ AMX_MEASURED_ROWS = MAX_AMX_ROWS
 _HEIGHTS = (1, 2, 3, 4, 6, 8)
 _AMX_HEIGHTS = (AMX_ROWS, MAX_AMX_ROWS)
 _VERSION = 2  # of what is measured and kept
-_LEAST_REPEATS = 5
-_MOST_REPEATS = 15
+_MIN_REPEATS = 5
+_MAX_REPEATS = 15
 _SECONDS = 0.5  # after which there are no more repeats than the least
-_LEAST_GAIN = 1.03
+_MIN_GAIN = 1.03
 """How many times as fast others must be than the tallest tiles: measurements differ, too."""
 _PHASES = (QKV, OUTPUT, GATE_UP, DOWN, HEAD)
 """In which each of ``tiles.MATRICES`` is computed."""
@@ -122,7 +122,7 @@ def _measure_all(
     costs = np.full((len(MATRICES), MAX_TABLE_ROWS), np.inf)
     for matrix, (possible, tallest) in enumerate(zip(heights, _tallest(model), strict=True)):
         for height in possible:
-            handicap = 1.0 if height == tallest else _LEAST_GAIN
+            handicap = 1.0 if height == tallest else _MIN_GAIN
             costs[matrix, height - 1] = handicap * ticks[height][matrix] / (rows // height)
     if not costs.all():
         return default
@@ -138,7 +138,7 @@ def _measure_prefetches(table: TileTable, measure: Callable[[TileTable, int], In
     ticks = _least_ticks(tables, lambda each: measure(each, 1))
     for matrix in range(len(MATRICES)):
         costs = {each: int(ticks[each][matrix]) for each in Prefetch}
-        costs[DEFAULT_PREFETCH] = int(costs[DEFAULT_PREFETCH] / _LEAST_GAIN)
+        costs[DEFAULT_PREFETCH] = int(costs[DEFAULT_PREFETCH] / _MIN_GAIN)
         table[matrix, PREFETCH] = min(costs, key=costs.__getitem__)
 
 
@@ -151,8 +151,8 @@ def _least_ticks(
     """
     least = {height: np.full(len(_PHASES), np.iinfo(np.int64).max) for height in tables}
     end = time.monotonic() + _SECONDS
-    for repeat in range(_MOST_REPEATS):
-        if repeat >= _LEAST_REPEATS and time.monotonic() > end:
+    for repeat in range(_MAX_REPEATS):
+        if repeat >= _MIN_REPEATS and time.monotonic() > end:
             break
         for height, table in tables.items():
             least[height] = np.minimum(least[height], measure(table)[list(_PHASES)])

@@ -61,7 +61,7 @@ class NumpyLogits:
     ) -> Float64Array:
         """See ``LogitsOps``."""
         pairs = zip(vectors, temperatures, strict=True)
-        return np.array([_log_normalizer(vector, one) for vector, one in pairs])
+        return np.array([_log_normalizer(vector, temperature) for vector, temperature in pairs])
 
     def draw(
         self,
@@ -71,7 +71,10 @@ class NumpyLogits:
     ) -> list[int]:
         """See ``LogitsOps``."""
         rows = zip(vectors, temperatures, draws, strict=True)
-        return [_draw(_powers(vector, vector.max(), one), draw) for vector, one, draw in rows]
+        return [
+            _draw(_powers(vector, vector.max(), temperature), draw)
+            for vector, temperature, draw in rows
+        ]
 
 
 NUMPY_LOGITS = NumpyLogits()

@@ -96,13 +96,13 @@ class PartAttention:
         execute(prepared, Stages(stages.embed, first, first, False, project=True))
         for layer in range(first, end):
             last = layer + 1 == end
-            one = Stages(False, layer, layer + 1, last and stages.logits, True, not last)
+            stage = Stages(False, layer, layer + 1, last and stages.logits, True, not last)
             if self.config.window_of(layer) is not None:
-                execute(prepared, one)
+                execute(prepared, stage)
                 continue
             lists = [lister.plan(probe.at(layer)) for lister, probe in probes]
             listed = _with_lists(parts, lists)
-            execute(others._replace(parts=listed), one._replace(attend_parts=address))
+            execute(others._replace(parts=listed), stage._replace(attend_parts=address))
             self._record(layer, [lister for lister, _ in probes], lists, listed)
 
     def masses(self, layer: int, probe: "CpuProbe", rows: int) -> tuple[Float32Array, Float32Array]:
@@ -221,7 +221,7 @@ class PartAttention:
         parts: AttentionParts,
     ) -> None:
         """Tell listers how many products of a query with a key were computed."""
-        ends = np.cumsum([len(one.indptr) - 1 for one in lists])[:-1]
+        ends = np.cumsum([len(span_list.indptr) - 1 for span_list in lists])[:-1]
         for lister, pairs in zip(listers, np.split(parts.pairs, ends), strict=True):
             lister.record(layer, pairs.reshape(-1, self.config.query_heads).sum(axis=0))
 
@@ -327,10 +327,12 @@ def _starts(arrays: Sequence[Int32Array]) -> Int64Array:
 
 def _with_lists(parts: AttentionParts, lists: Sequence[SpanLists]) -> AttentionParts:
     """Return parts with the lists of all requests that have a lister, in their order."""
-    starts = np.cumsum([0, *(len(one.spans) for one in lists)])
+    starts = np.cumsum([0, *(len(span_list.spans) for span_list in lists)])
     indptr: list[Any] = [np.zeros(1, np.int32)]
-    indptr += [one.indptr[1:] + start for one, start in zip(lists, starts, strict=False)]
-    spans = [one.spans.reshape(-1) for one in lists]
+    indptr += [
+        span_list.indptr[1:] + start for span_list, start in zip(lists, starts, strict=False)
+    ]
+    spans = [span_list.spans.reshape(-1) for span_list in lists]
     return parts._replace(
         indptr=np.concatenate(indptr).astype(np.int32),
         spans=np.concatenate(spans).astype(np.int32, copy=False),

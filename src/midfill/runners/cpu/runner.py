@@ -225,7 +225,7 @@ class CpuRunner:
 
     def argmax_tokens(self, logits: Float32Array) -> list[int]:
         """See ``Runner.argmax_tokens``: the kernels have found them."""
-        tokens: list[int] = self._memory.workspace.likeliest[: len(logits)].tolist()
+        tokens: list[int] = self._memory.workspace.argmax[: len(logits)].tolist()
         return tokens
 
     def embed(self, batch: ForwardBatch) -> Float32Array:
@@ -410,7 +410,7 @@ class CpuRunner:
         weights, workspace = self.model.weights, self._memory.workspace
         context = ThreadContext(0, 1, self._pool.sync, self._clock)
         tiling = Tiling(workspace.tile_rows[0], workspace.products[0])
-        out = LinearOutput(workspace.qkv, 0, 0, False, 1.0, workspace.peaks[0], False)
+        out = LinearOutput(workspace.qkv, 0, 0, False, 1.0, workspace.maxima[0], False)
         normed, gated = workspace.normed, workspace.gated
         return kernel_addresses([
             (linear, (context, normed, 0, weights.qkv, 0, out, tiling)),

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations
+from midfill.kernels.cpu.argmax import MAXIMA_WIDTH
 from midfill.kernels.cpu.attention import scratch_size
 from midfill.kernels.cpu.attention_metadata import partial_rows
 from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS
 from midfill.kernels.cpu.decoder_data import Workspace
 from midfill.kernels.cpu.linear import PRODUCTS_SIZE
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
-from midfill.kernels.cpu.peaks import PEAK_WIDTH
 from midfill.kernels.cpu.row_blocks import ALONE_SYNC
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
@@ -173,8 +173,8 @@ class StepMemory:
             gated=self._activations("gated", rows * config.ffn, self._values_gated),
             projected=floats("projected", projected),
             logits=floats("logits", outputs * padded_vocab(config)),
-            peaks=self._per_thread("peaks", outputs * PEAK_WIDTH),
-            likeliest=aligned_zeros(outputs, np.int32),
+            maxima=self._per_thread("maxima", outputs * MAXIMA_WIDTH),
+            argmax=aligned_zeros(outputs, np.int32),
             products=self._per_thread("products", PRODUCTS_SIZE),
             attention=self._per_thread("attention", scratch_size(group, config.head_dim)),
             cells=aligned_zeros((threads, 2 * SEGMENT), np.int32),

@@ -119,7 +119,7 @@ class EngineReplica:
         if replica != self._name:
             return b""
         try:
-            return await self._engine.export_kv(tenant, token_ids, start)
+            return bytes(await self._engine.export_kv(tenant, token_ids, start))
         except MidfillError:
             return b""
 

@@ -5,6 +5,7 @@ structured answers) is theirs. A conversation's requests go to the same upstream
 are the gateway's: a chat is charged to its key, and gets that key's cache salt.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -108,9 +109,6 @@ class _Chat:
         self._body = body
         self._streamed = streamed
         self._salt = calls.cache_salt(tenant, salt)
-        first, size = _conversation(tenant, body)
-        self._conversation = first
-        self._prompt_tokens = max(1, round(size / CHARACTERS_PER_TOKEN))
 
     async def events(self) -> AsyncGenerator[msgspec.Raw, None]:
         """Yield the answer's events, or its one object, and charge the tenant for it.
@@ -121,14 +119,16 @@ class _Chat:
             RateLimitError: the tenant has used what it may.
             UpstreamError: no upstream has answered.
         """
-        prompt, answer = self._prompt_tokens, 0.0
+        # In a thread, as a long one takes a moment.
+        conversation, size = await asyncio.to_thread(_conversation, self._tenant, self._body)
+        prompt, answer = max(1, round(size / CHARACTERS_PER_TOKEN)), 0.0
         told: int | None = None
         with (
             self._limits.generating(self._tenant, prompt) as charge,
             self._engine.relaying(self._tenant, prompt) as count,
         ):
             try:
-                async with contextlib.aclosing(self._relayed()) as events:
+                async with contextlib.aclosing(self._relayed(conversation)) as events:
                     async for event in events:
                         length = len(bytes(event.body))
                         answer += 1 if self._streamed else length / CHARACTERS_PER_TOKEN
@@ -139,10 +139,10 @@ class _Chat:
             finally:
                 charge.tokens = count.tokens = round(answer) if told is None else told
 
-    async def _relayed(self) -> AsyncGenerator[RelayedEvent, None]:
+    async def _relayed(self, conversation: str) -> AsyncGenerator[RelayedEvent, None]:
         failed: list[tuple[Upstream, UpstreamFailedError]] = []
         while True:
-            upstream = self._pool.choose(self._conversation, [each for each, _ in failed])
+            upstream = self._pool.choose(conversation, [each for each, _ in failed])
             if upstream is None:
                 raise self._pool.error(failed)
             begun = False

@@ -190,7 +190,7 @@ class Upstream:
     async def _post(
         self, path: str, body: Mapping[str, Any], limits: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
-        data = msgspec.json.encode(body)
+        data = await asyncio.to_thread(msgspec.json.encode, body)  # chats may be long
         return await send(
             self._session, "POST", self.address + path, data=data, headers=_JSON, timeout=limits
         )

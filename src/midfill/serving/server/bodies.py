@@ -227,17 +227,32 @@ def _check_headers(request: Request, any_content_type: bool) -> None:
         )  # fmt: skip
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """Read a body that is no JSON.
+async def read_bytes(request: Request, limit: int, first: int = 0) -> tuple[bytes, bytes]:
+    """Read a body that is no JSON; return its first bytes, and all others.
+
+    The others are put together by a thread, as they may be as many as the KV pool holds.
 
     Args:
         request: a request whose body is unread.
         limit: maximum size in bytes.
+        first: how many bytes come first; few.
 
     Raises:
         ApiError: 413 for a body that is too long.
     """
-    return b"".join([chunk async for chunk in _chunks(request, limit)])
+    head, rest = [], []
+    async for chunk in _chunks(request, limit):
+        head.append(chunk[:first])
+        rest.append(chunk[first:])
+        first -= len(head[-1])
+    return b"".join(head), await asyncio.to_thread(_join, rest)
+
+
+def _join(chunks: list[bytes]) -> bytes:
+    """Return chunks in one piece; they are freed here, which takes as long."""
+    joined = b"".join(chunks)
+    chunks.clear()
+    return joined
 
 
 async def _chunks(request: Request, limit: int) -> AsyncIterator[bytes]:

@@ -4,13 +4,13 @@ For whoever moves documents between servers, behind a key of its own: its holder
 the KV of all tenants.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from midfill.engine.disaggregated.client import DisaggregatedClient
 from midfill.engine.process.client import EngineClient
@@ -22,6 +22,7 @@ from midfill.serving.server.responses import ApiError
 _MAX_JSON_BYTES = 16 * 2**20
 _TOKEN = np.dtype("<i4")
 _HEADER_BYTES = 64 * 2**20  # of a blob, at most, beside the KV
+_PIECE_BYTES = 2**20  # of an answer: the event loop copies what it writes
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
@@ -71,7 +72,11 @@ def kv_routes(engine: EngineClient | DisaggregatedClient, key: str) -> APIRouter
             blob = await engine.export_kv(body.tenant, body.token_ids, body.start)
         except KvTransferError as error:
             raise ApiError(404, str(error), code="kv_not_cached") from None
-        return Response(blob, media_type="application/octet-stream")
+        return StreamingResponse(
+            _pieces(blob),
+            headers={"content-length": str(len(blob))},
+            media_type="application/octet-stream",
+        )
 
     @router.post("/internal/kv/import")
     async def import_(
@@ -81,18 +86,26 @@ def kv_routes(engine: EngineClient | DisaggregatedClient, key: str) -> APIRouter
 
         The tokens that it has left out, ``before`` of them, come first, little-endian int32.
         """
-        content = await read_bytes(request, engine.kv_bytes + _HEADER_BYTES)
+        slots = 0 if engine.info is None else engine.info.slots
+        if before > slots:
+            raise ApiError(400, f"before is {before}, but the KV pool holds {slots} tokens")
         size = before * _TOKEN.itemsize
-        if size > len(content):
+        head, blob = await read_bytes(request, engine.kv_bytes + _HEADER_BYTES, size)
+        if size > len(head):
             raise ApiError(400, f"the body ends within the {before} tokens before the KV")
-        left_out = np.frombuffer(content, _TOKEN, before).tolist()
+        left_out = np.frombuffer(head, _TOKEN).tolist()
         try:
-            tokens = await engine.import_kv(tenant, content[size:], left_out)
+            tokens = await engine.import_kv(tenant, blob, left_out)
         except KvTransferError as error:
             raise ApiError(400, str(error), code="kv_refused") from None
         return json_response({"tokens": tokens})
 
     return router
+
+
+async def _pieces(blob: memoryview) -> AsyncIterator[bytes]:
+    for start in range(0, len(blob), _PIECE_BYTES):
+        yield bytes(blob[start : start + _PIECE_BYTES])
 
 
 def _key_check(key: str) -> Callable[[Request], Awaitable[None]]:

@@ -134,7 +134,7 @@ class TestGoodput:
         assert lengths[0] >= 1
         assert lengths[-1] == 0
 
-    def test_the_likeliest_tokens_come_first(self) -> None:
+    def test_the_most_likely_tokens_come_first(self) -> None:
         lengths = draft_lengths(
             {1: (0.5, 0.4), 2: (0.9, 0.8, 0.1), 3: ()},
             rows=3,

@@ -41,11 +41,11 @@ def generate(session: MethodSession, tokens: list[int], method: str, count: int)
 def score(session: MethodSession, probe: Probe, method: str) -> list[tuple[bool, float, float]]:
     full = read_probe(session, probe, "none")
     found = score_probe(session, probe, method, full)
-    return [(one.likeliest, one.logprob, one.divergence) for one in found]
+    return [(one.greedy, one.logprob, one.divergence) for one in found]
 
 
 @pytest.mark.parametrize("method", ["none", HALF])
-def test_the_greedy_answer_is_likeliest_and_any_other_is_not(
+def test_the_greedy_answer_is_most_likely_and_any_other_is_not(
     session: MethodSession, method: str
 ) -> None:
     answer = generate(session, CONTEXT, method, 6)

@@ -190,7 +190,7 @@ def test_logprobs(server: RunningServer) -> None:
     assert len(logprobs.token_logprobs) == 12
     assert all(value <= 0 for value in logprobs.token_logprobs)
     for value, top in zip(logprobs.token_logprobs, logprobs.top_logprobs or [], strict=True):
-        assert max(top.values()) == pytest.approx(value)  # greedy took the likeliest
+        assert max(top.values()) == pytest.approx(value)  # greedy took the most likely
 
 
 def test_logit_bias_and_stop_token_ids(server: RunningServer) -> None:

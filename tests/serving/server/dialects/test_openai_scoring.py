@@ -118,7 +118,7 @@ class TestBestOf:
         "ignore_eos": True,
     }
 
-    def test_the_likeliest_answers_are_returned_best_first(self, server: RunningServer) -> None:
+    def test_the_most_likely_answers_are_returned_best_first(self, server: RunningServer) -> None:
         every = server.complete(**self.BODY, n=6, logprobs=0)["choices"]
 
         def mean(choice: dict[str, Any]) -> float:

@@ -67,7 +67,7 @@ def measure_methods(
             f"({earlier.options}, now {options}); name another --json file"
         )
     load = os.getloadavg()[0]
-    known = {one.model: one for one in earlier.models} if earlier is not None else {}
+    known = {result.model: result for result in earlier.models} if earlier is not None else {}
     results = dict(known)
 
     def report(finished: bool = False) -> MethodsReport:
@@ -110,11 +110,11 @@ class _ModelRun:
         self._options = options
         self._haystacks = Haystacks(session.encode, options.seed)
         refused = {
-            one.specification: reason
-            for one in variants
-            if (reason := session.refusal(one.specification)) is not None
+            variant.specification: reason
+            for variant in variants
+            if (reason := session.refusal(variant.specification)) is not None
         }
-        self._variants = [one for one in variants if one.specification not in refused]
+        self._variants = [variant for variant in variants if variant.specification not in refused]
         found = earlier or ModelResult(model=model, fingerprint=session.fingerprint, backend="")
         self._result = msgspec.structs.replace(
             found, backend=session.info.backend, text=self._haystacks.source, refused=refused
@@ -122,7 +122,7 @@ class _ModelRun:
 
     @property
     def _specifications(self) -> list[str]:
-        return [FULL, *(one.specification for one in self._variants)]
+        return [FULL, *(variant.specification for variant in self._variants)]
 
     def steps(self, progress: Progress) -> Iterator[ModelResult]:
         """Measure what is missing."""
@@ -138,33 +138,47 @@ class _ModelRun:
 
     def _measure_probes(self, progress: Progress) -> Iterator[ModelResult]:
         probes = self._probes()
-        results = {one.name: one for one in self._result.probes}
+        results = {result.name: result for result in self._result.probes}
         for number, probe in enumerate(probes, 1):
             known = results[probe.name].scores if probe.name in results else {}
-            missing = [one for one in self._specifications if one not in known]
+            missing = [
+                specification
+                for specification in self._specifications
+                if specification not in known
+            ]
             if not missing:
                 continue
             progress(f"{probe.name} ({number} of {len(probes)})")
             full = read_probe(self._session, probe, FULL)
-            scores = {one: score_probe(self._session, probe, one, full) for one in missing}
+            scores = {
+                specification: score_probe(self._session, probe, specification, full)
+                for specification in missing
+            }
             merged = ProbeResult(probe.name, probe.task, probe.label, known | scores)
             results[probe.name] = merged
             self._replace(probes=list(results.values()))
             yield self._result
 
     def _measure_holes(self, progress: Progress) -> Iterator[ModelResult]:
-        options, results = self._options, {one.name: one for one in self._result.holes}
+        options, results = self._options, {result.name: result for result in self._result.holes}
         holes = draw_lines(self._haystacks.texts, options.holes) if options.holes else []
         for number, hole in enumerate(holes, 1):
             known = results.get(hole.id, HoleResult(hole.id, {}, {}))
-            missing = [one for one in self._specifications if one not in known.answers]
+            missing = [
+                specification
+                for specification in self._specifications
+                if specification not in known.answers
+            ]
             if not missing:
                 continue
             progress(f"{hole.id} ({number} of {len(holes)})")
             prompt = self._session.infill_prompt(hole.prefix, hole.suffix, hole.id)
             answers = self._session.infill(prompt, missing, _MAX_LINE_TOKENS)
             found = dict(zip(missing, answers, strict=True))
-            exact = {one: is_exact_first_line(answer, hole.hole) for one, answer in found.items()}
+            exact = {
+                specification: is_exact_first_line(answer, hole.hole)
+                for specification, answer in found.items()
+            }
             results[hole.id] = HoleResult(hole.id, known.answers | found, known.exact | exact)
             self._replace(holes=list(results.values()))
             yield self._result
@@ -225,7 +239,7 @@ def measure_costs(
     for tokens in (long, short):
         progress(f"prefill of {len(tokens)} tokens")
         session.hold(tokens, FULL, 2, cold=False)
-    runs: dict[str, list[_Run]] = {FULL: [], **{one.specification: [] for one in variants}}
+    runs: dict[str, list[_Run]] = {FULL: [], **{variant.specification: [] for variant in variants}}
     for _ in range(options.repeats):
         for method, measured in runs.items():
             progress(f"decoding at {len(long)} tokens: {method}")

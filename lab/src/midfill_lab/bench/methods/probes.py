@@ -1,7 +1,7 @@
 """Probe: a text with known answers, and how much of them a method leaves the model.
 
 The known answers are in the text itself (teacher forcing), so one pass scores all of them: a
-greedy answer would be the known one exactly where each of its tokens is the likeliest. SCBench
+greedy answer would be the known one exactly where each of its tokens is the most likely. SCBench
 appends the known answers between turns in the same way.
 
 Needles are facts hidden in real source text, one alone or one among several like it. Shared
@@ -82,7 +82,7 @@ def _scores(probe: Probe, found: Float32Array, full: Float32Array) -> list[Score
         scores.append(
             Score(
                 tokens=end - start,
-                likeliest=bool((top == answer).all()),
+                greedy=bool((top == answer).all()),
                 logprob=float(rows[np.arange(len(answer)), answer].mean()),
                 divergence=max(float(divergence.mean()), 0.0),
                 agreement=float((top == expected.argmax(axis=-1)).mean()),
@@ -390,8 +390,8 @@ class ContextMaker:
         return SharedContext(
             self.encode(text),
             [
-                self._question(f"\n# once more:\n{one[1]}", one[2], _FUNCTION_TOKENS)
-                for one in asked
+                self._question(f"\n# once more:\n{match[1]}", match[2], _FUNCTION_TOKENS)
+                for match in asked
             ],
         )
 

@@ -32,7 +32,10 @@ def methods_tables(report: MethodsReport) -> list[ResultTable]:
 
 
 def _shown(report: MethodsReport, result: ModelResult) -> list[Variant]:
-    return [FULL_KV, *(one for one in report.variants if one.specification not in result.refused)]
+    return [
+        FULL_KV,
+        *(variant for variant in report.variants if variant.specification not in result.refused),
+    ]
 
 
 def _quality(
@@ -57,7 +60,7 @@ def _quality(
             }
         )
     refused = "".join(f" {name}: {reason}." for name, reason in result.refused.items())
-    code_files = sum(1 for one in result.probes if one.task == "code")
+    code_files = sum(1 for probe in result.probes if probe.task == "code")
     return ResultTable(
         title=f"What methods cost: {result.model}",
         rows=rows,
@@ -162,17 +165,17 @@ class Recall(NamedTuple):
     """How well known answers are recalled.
 
     Attributes:
-        likeliest: share of the answers that a greedy answer would be.
+        greedy: share of the answers that a greedy answer would be.
         logprob: mean log-probability per token, in nats.
         answers: how many there are.
     """
 
-    likeliest: float
+    greedy: float
     logprob: float
     answers: int
 
     def __str__(self) -> str:
-        return f"{self.likeliest:.0%} {self.logprob:.2f}"
+        return f"{self.greedy:.0%} {self.logprob:.2f}"
 
 
 class Prediction(NamedTuple):
@@ -181,7 +184,7 @@ class Prediction(NamedTuple):
     Attributes:
         perplexity: of its tokens.
         divergence: mean Kullback-Leibler divergence from full KV, in nats per token.
-        agreement: share of tokens at which full KV has the same likeliest token.
+        agreement: share of tokens at which full KV has the same most likely token.
     """
 
     perplexity: float
@@ -210,7 +213,9 @@ def recall(
     if not scores:
         return None
     return Recall(
-        fmean(one.likeliest for one in scores), fmean(one.logprob for one in scores), len(scores)
+        fmean(score.greedy for score in scores),
+        fmean(score.logprob for score in scores),
+        len(scores),
     )
 
 
@@ -221,25 +226,27 @@ def prediction(result: ModelResult, specification: str) -> Prediction | None:
         return None
 
     def mean(value: Callable[[Score], float]) -> float:
-        return sum(one.tokens * value(one) for one in scores) / sum(one.tokens for one in scores)
+        return sum(score.tokens * value(score) for score in scores) / sum(
+            score.tokens for score in scores
+        )
 
     return Prediction(
-        math.exp(-mean(lambda one: one.logprob)),
-        mean(lambda one: one.divergence),
-        mean(lambda one: one.agreement),
+        math.exp(-mean(lambda score: score.logprob)),
+        mean(lambda score: score.divergence),
+        mean(lambda score: score.agreement),
     )
 
 
 def exact_holes(result: ModelResult, specification: str) -> float | None:
     """Return the share of holes filled with what was there; None where none was asked."""
-    found = [one.exact[specification] for one in result.holes if specification in one.exact]
+    found = [hole.exact[specification] for hole in result.holes if specification in hole.exact]
     return fmean(found) if found else None
 
 
 def labels(result: ModelResult, tasks: Iterable[Task]) -> list[str]:
     """Return the labels of some tasks' probes, in order."""
     wanted = set(tasks)
-    return list(dict.fromkeys(one.label for one in result.probes if one.task in wanted))
+    return list(dict.fromkeys(probe.label for probe in result.probes if probe.task in wanted))
 
 
 def held_share(result: ModelResult, specification: str) -> float | None:

@@ -76,14 +76,14 @@ class Score(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: of the answer.
-        likeliest: whether each was the likeliest, so that a greedy answer would be this one.
+        greedy: whether each was the most likely, so that a greedy answer would be this one.
         logprob: mean log-probability of its tokens, in nats.
         divergence: mean Kullback-Leibler divergence from full KV's distributions, in nats.
-        agreement: share of its tokens at which full KV has the same likeliest token.
+        agreement: share of its tokens at which full KV has the same most likely token.
     """
 
     tokens: int
-    likeliest: bool
+    greedy: bool
     logprob: float
     divergence: float
     agreement: float

@@ -116,7 +116,7 @@ class MethodSession:
         """Return the tokens of a text that begins a prompt."""
         tokenizer = self.tokenizer
         begins = [tokenizer.bos_token_id] if tokenizer.add_bos else []
-        return [one for one in begins if one is not None] + tokenizer.encode(text)
+        return [token for token in begins if token is not None] + tokenizer.encode(text)
 
     def refusal(self, method: str) -> str | None:
         """Return why a method can't be used with this model; None if it can."""

@@ -183,7 +183,7 @@ def reason_to_skip(load: Load, context: int, figures: Sequence[Figure], limit: f
     """
     if load.sequence > context:
         return f"takes {load.sequence:,} tokens, the model has {context:,}"
-    rates = [one.median for one in figures if one.kind == "prefill"]
+    rates = [figure.median for figure in figures if figure.kind == "prefill"]
     if load.kind == "prefill" or not rates:
         return None
     seconds = load.prompt_tokens / min(rates)

@@ -168,9 +168,9 @@ class ServerResult(msgspec.Struct, kw_only=True):
 
     def find(self, load: str, measure: str, layout: str) -> Figure | None:
         """Return a figure, or None if it was not measured."""
-        for one in self.figures:
-            if (one.load, one.measure, one.layout) == (load, measure, layout):
-                return one
+        for figure in self.figures:
+            if (figure.load, figure.measure, figure.layout) == (load, measure, layout):
+                return figure
         return None
 
 
@@ -290,15 +290,15 @@ def _rows(report: PeersReport) -> list[Row]:
     """Return (load, layout, measure) of all figures, kinds in the order of loads."""
     found: dict[Row, str] = {}
     for server in report.servers:
-        for one in server.figures:
-            found.setdefault((one.load, one.layout, one.measure), one.kind)
+        for figure in server.figures:
+            found.setdefault((figure.load, figure.layout, figure.measure), figure.kind)
     return sorted(found, key=lambda row: _KINDS.index(found[row]))
 
 
 def _find(servers: Sequence[ServerResult], row: Row) -> Figure | None:
     load, layout, measure = row
     each = (server.find(load, measure, layout) for server in servers)
-    return next((one for one in each if one is not None), None)
+    return next((figure for figure in each if figure is not None), None)
 
 
 def _ratios(report: PeersReport) -> ResultTable:
@@ -334,7 +334,7 @@ def _figures(report: PeersReport) -> ResultTable:
     rows = []
     for row in _rows(report):
         figures = {name: _find(servers, row) for name, servers in _columns(report).items()}
-        rows.append({**_labels(row), **{name: _cell(one) for name, one in figures.items()}})
+        rows.append({**_labels(row), **{name: _cell(figure) for name, figure in figures.items()}})
     title = f"{report.model}: midfill and its peers"
     return ResultTable(title=title, rows=rows, labels=3, caption=_FIGURES_LEGEND)
 
@@ -345,7 +345,7 @@ def _labels(row: Row) -> dict[str, str]:
 
 def _shares(report: PeersReport) -> ResultTable:
     """Decode figures as shares of their bound; no rows if there are none."""
-    fastest = max((one.bytes_per_second for one in report.servers), default=0.0)
+    fastest = max((server.bytes_per_second for server in report.servers), default=0.0)
     rows = []
     for row in _rows(report):
         shares = {name: _share(servers, row, fastest) for name, servers in _columns(report).items()}
@@ -357,17 +357,17 @@ def _shares(report: PeersReport) -> ResultTable:
 def _servers(report: PeersReport) -> ResultTable:
     rows = [
         {
-            "server": one.name,
-            "version": one.version,
-            "precision": one.precision,
-            "settings": one.settings,
-            "ready s": "-" if one.ready_seconds is None else f"{one.ready_seconds:.1f}",
-            "peak memory": _gigabytes(one.peak_rss_bytes),
-            "bandwidth": f"{one.bytes_per_second / 1e9:.1f} GB/s",
-            "weights read": f"{one.weight_bytes / 1e6:.0f} MB",
-            "KV read per token": f"{one.kv_bytes_per_token / 1e3:.1f} KB",
+            "server": server.name,
+            "version": server.version,
+            "precision": server.precision,
+            "settings": server.settings,
+            "ready s": "-" if server.ready_seconds is None else f"{server.ready_seconds:.1f}",
+            "peak memory": _gigabytes(server.peak_rss_bytes),
+            "bandwidth": f"{server.bytes_per_second / 1e9:.1f} GB/s",
+            "weights read": f"{server.weight_bytes / 1e6:.0f} MB",
+            "KV read per token": f"{server.kv_bytes_per_token / 1e3:.1f} KB",
         }
-        for one in report.servers
+        for server in report.servers
     ]
     return ResultTable(title="Servers", rows=rows, labels=4, caption=_caption(report))
 
@@ -398,11 +398,15 @@ def peers_notes(report: PeersReport) -> list[str]:
     return notes
 
 
-def _cell(one: Figure | None) -> str:
-    if one is None:
+def _cell(figure: Figure | None) -> str:
+    if figure is None:
         return "-"
-    spread = f" ({_number(one.lowest)}\N{EN DASH}{_number(one.highest)})" if one.runs > 1 else ""
-    return _number(one.median) + spread
+    spread = (
+        f" ({_number(figure.lowest)}\N{EN DASH}{_number(figure.highest)})"
+        if figure.runs > 1
+        else ""
+    )
+    return _number(figure.median) + spread
 
 
 def _number(value: float) -> str:
@@ -431,9 +435,9 @@ def _share(servers: Sequence[ServerResult], row: Row, fastest: float) -> str:
     """
     load, layout, measure = row
     for server in servers:
-        one = server.find(load, measure, layout)
-        if one is not None and one.bound:
-            return f"{100 * one.median / one.bound * server.bytes_per_second / fastest:.0f}%"
+        figure = server.find(load, measure, layout)
+        if figure is not None and figure.bound:
+            return f"{100 * figure.median / figure.bound * server.bytes_per_second / fastest:.0f}%"
     return "-"
 
 

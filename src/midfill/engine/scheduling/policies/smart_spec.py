@@ -3,7 +3,7 @@
 Source: Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using
 Goodput", 2024, arXiv 2406.14066. Goodput is the expected number of tokens that a step generates,
 divided by the step's time. The paper drafts equally many tokens for all sequences; here the
-likeliest drafted token of any sequence is added next, as long as goodput grows.
+most likely drafted token of any sequence is added next, as long as goodput grows.
 """
 
 import heapq

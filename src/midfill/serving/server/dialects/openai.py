@@ -138,7 +138,7 @@ def floor_logprob(logprob: float) -> float:
 
 
 def logprob_object(report: TokenLogprob, *, ids: bool = False) -> dict[str, Any]:
-    """Return a token's log probability, with those of the likeliest tokens, as chats have it.
+    """Return a token's log probability, with those of the most likely tokens, as chats have it.
 
     Args:
         report: of the token.

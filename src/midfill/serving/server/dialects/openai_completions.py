@@ -570,6 +570,6 @@ class _CompletionResponse:
 
 
 def _by_text(top: Sequence[Candidate], text: str, logprob: float) -> dict[str, float]:
-    """Return the log probabilities of the likeliest tokens, and of the token itself, by text."""
+    """Return the log probabilities of the most likely tokens, and of the token itself, by text."""
     found = {candidate.text: floor_logprob(candidate.logprob) for candidate in top}
     return {**found, text: floor_logprob(logprob)}

@@ -1,4 +1,4 @@
-"""Peaks: each row's largest logit, found by the threads while they compute logits.
+"""The argmax of each row of logits, found by the threads while they compute logits.
 
 Each thread looks at the columns that it has computed, 16 at a time, while they are in its cache.
 Per row it keeps the largest value of each lane, where that was, and whether all values were finite.
@@ -20,7 +20,7 @@ from midfill.kernels.cpu.simd import (
     where_larger,
 )
 
-PEAK_WIDTH = 3 * LANES
+MAXIMA_WIDTH = 3 * LANES
 """Numbers per row and thread: each lane's largest value, the first column of the vector in which it
 was (exact as a float32), and a sum that is 0 as long as all values are finite."""
 
@@ -28,32 +28,32 @@ _LOWEST = np.float32(np.finfo(np.float32).min)
 
 
 @kernel
-def start_peaks(peaks: Float32Array, rows: int) -> None:
+def start_argmax(maxima: Float32Array, rows: int) -> None:
     """Forget what a thread has seen of ``rows`` rows."""
     for row in range(rows):
-        at = row * PEAK_WIDTH
-        store(peaks, at, splat(-np.inf))
-        store(peaks, at + LANES, splat(0.0))
-        store(peaks, at + 2 * LANES, splat(0.0))
+        at = row * MAXIMA_WIDTH
+        store(maxima, at, splat(-np.inf))
+        store(maxima, at + LANES, splat(0.0))
+        store(maxima, at + 2 * LANES, splat(0.0))
 
 
 @kernel
-def find_peak(
-    logits: Float32Array, start: int, first: int, end: int, peaks: Float32Array, row: int
+def update_argmax(
+    logits: Float32Array, start: int, first: int, end: int, maxima: Float32Array, row: int
 ) -> None:
     """Look at columns first <= column < end of a row.
 
     Args:
         logits: holds the row from ``start`` on, padded to whole vectors.
         start, first, end: first is a multiple of 16 and grows from call to call.
-        peaks: float32 [rows * 48], of this thread.
-        row: where in ``peaks``.
+        maxima: float32 [rows * 48], of this thread.
+        row: where in ``maxima``.
     """
-    at = row * PEAK_WIDTH
+    at = row * MAXIMA_WIDTH
     largest, column, fault = (
-        load(peaks, at),
-        load(peaks, at + LANES),
-        load(peaks, at + 2 * LANES),
+        load(maxima, at),
+        load(maxima, at + LANES),
+        load(maxima, at + 2 * LANES),
     )
     for k in range(first, end, LANES):
         x = load(logits, start + k)
@@ -62,28 +62,28 @@ def find_peak(
         column = where_larger(x, largest, splat(np.float32(k)), column)
         largest = maximum(x, largest)
         fault = fma(x, splat(0.0), fault)  # NaN from NaN and infinity on
-    store(peaks, at, largest)
-    store(peaks, at + LANES, column)
-    store(peaks, at + 2 * LANES, fault)
+    store(maxima, at, largest)
+    store(maxima, at + LANES, column)
+    store(maxima, at + 2 * LANES, fault)
 
 
 @kernel
-def choose_likeliest(peaks: Float32Array, threads: int, row: int, likeliest: Int32Array) -> None:
-    """Set likeliest[row] to the column of a row's largest logit; -1 if one is not finite.
+def finish_argmax(maxima: Float32Array, threads: int, row: int, argmax: Int32Array) -> None:
+    """Set argmax[row] to the column of a row's largest logit; -1 if one is not finite.
 
     Args:
-        peaks: float32 [at least threads, rows * 48].
+        maxima: float32 [at least threads, rows * 48].
         threads: that have looked at columns.
         row: which one.
-        likeliest: int32 [rows].
+        argmax: int32 [rows].
     """
     largest, token, finite = np.float32(-np.inf), -1, True
     for thread in range(threads):
         for lane in range(LANES):
-            at = row * PEAK_WIDTH + lane
-            value = peaks[thread, at]
-            column = int(peaks[thread, at + LANES]) + lane
-            finite = finite and peaks[thread, at + 2 * LANES] == 0.0
+            at = row * MAXIMA_WIDTH + lane
+            value = maxima[thread, at]
+            column = int(maxima[thread, at + LANES]) + lane
+            finite = finite and maxima[thread, at + 2 * LANES] == 0.0
             if value > largest or (value == largest and column < token):
                 largest, token = value, column
-    likeliest[row] = token if finite else -1
+    argmax[row] = token if finite else -1

@@ -1,4 +1,4 @@
-"""The clairvoyant bound: the cheapest sequence of cuts, with the whole session known beforehand.
+"""The offline optimum: the cheapest sequence of cuts, with the whole session known in advance.
 
 Every prompt takes its cached tokens from one earlier prompt, its *parent*. For fixed parents the
 prompts form a tree, and the cheapest cut of every prompt follows exactly by dynamic programming
@@ -23,7 +23,7 @@ Counts = npt.NDArray[np.int64]
 Pieces = Callable[[str], Sequence[str]]
 
 
-def clairvoyant_cuts(
+def offline_cuts(
     rounds: Sequence[Round],
     starts: Sequence[Sequence[int]] = (),
     pieces: Pieces = PieceTokenizer.pieces,
@@ -35,11 +35,11 @@ def clairvoyant_cuts(
         starts: cuts of other strategies, as further starting points.
         pieces: splits a text into the texts of its tokens.
     """
-    states = [_State.of(one, pieces) for one in rounds]
+    states = [_State.of(edit, pieces) for edit in rounds]
     best: list[int] = []
     best_cost: int | None = None
     chain = [max(0, number - 1) for number in range(len(states))]
-    simple = [[len(one.prefix) for one in rounds], [0] * len(rounds)]
+    simple = [[len(edit.prefix) for edit in rounds], [0] * len(rounds)]
     for parents in [chain, *(_best_parents(rounds, cuts) for cuts in [*starts, *simple])]:
         improving = True
         while improving:
@@ -70,10 +70,10 @@ class _State:
     length: int
 
     @classmethod
-    def of(cls, one: Round, pieces: Pieces) -> "_State":
-        whole, split = _tokens_before(one.prefix, pieces)
-        suffix, _ = _tokens_before(one.suffix, pieces)
-        return cls(one, whole, split, suffix, 3 + int(whole[-1] + suffix[-1]))
+    def of(cls, edit: Round, pieces: Pieces) -> "_State":
+        whole, split = _tokens_before(edit.prefix, pieces)
+        suffix, _ = _tokens_before(edit.suffix, pieces)
+        return cls(edit, whole, split, suffix, 3 + int(whole[-1] + suffix[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +153,13 @@ def _best_parents(rounds: Sequence[Round], cuts: Sequence[int]) -> list[int]:
     """Return the earlier prompt that shares most with each prompt: a neighbour in sorted order."""
     seen: list[tuple[str, int]] = []
     parents = []
-    for number, (one, cut) in enumerate(zip(rounds, cuts, strict=True)):
-        before = f"{one.prefix[:cut]}\udc00{one.suffix}\udc01"
-        prompt = before + one.prefix[cut:]
+    for number, (edit, cut) in enumerate(zip(rounds, cuts, strict=True)):
+        before = f"{edit.prefix[:cut]}\udc00{edit.suffix}\udc01"
+        prompt = before + edit.prefix[cut:]
         where = bisect.bisect_left(seen, (prompt, -1))
         near = seen[max(0, where - 1) : where + 1]
         parents.append(max(near, key=lambda at: common_prefix(at[0], prompt), default=("", 0))[1])
-        bisect.insort(seen, (prompt + one.shown, number))
+        bisect.insort(seen, (prompt + edit.shown, number))
     return parents
 
 
