@@ -50,6 +50,15 @@ def test_a_log_gets_a_line_when_a_stage_begins_and_every_five_seconds() -> None:
     ]
 
 
+def test_a_log_gets_a_line_when_it_is_known_how_much_is_to_be_done() -> None:
+    log = Log()
+    log.report(0.0, "downloading a model", 0, 0)
+    log.tick(3.0)
+    log.report(4.0, "downloading a model", 2_000_000, 50_000_000)
+    log.report(4.1, "downloading a model", 9_000_000, 50_000_000)
+    assert log.lines == ["downloading a model: 3 s", "downloading a model: 1.91 MB of 47.7 MB"]
+
+
 def test_a_log_says_how_long_a_stage_takes_that_reports_nothing_meanwhile() -> None:
     log = Log()
     log.tick(3.0)  # there is nothing to say yet

@@ -68,7 +68,10 @@ MoveKvOption = Annotated[
     ),
 ]
 ImageOption = Annotated[
-    str, typer.Option(metavar="NAME", help="Container image with midfill, see the Containerfile.")
+    str,
+    typer.Option(
+        metavar="NAME", help="Container image with midfill and Ray, see the Containerfile."
+    ),
 ]
 NameOption = Annotated[str, typer.Option(metavar="NAME", help="The RayService's name.")]
 NamespaceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Where it belongs.")]
@@ -217,7 +220,7 @@ def down(address: AddressOption = None) -> None:
 def manifest(
     *,
     model: ModelArgument = None,
-    image: ImageOption = f"midfill:{__version__}",
+    image: ImageOption = f"midfill-cluster:{__version__}",
     name: NameOption = "midfill",
     namespace: NamespaceOption = None,
     size: ReplicaFlags,

@@ -39,10 +39,10 @@ def gateway(
 
     configure_logs(served["logs"])
     options = GatewayOptions(model=model, **behind, **served)
-    run_gateway(options, lambda url, running: typer.echo(banner(url, running)))
+    run_gateway(options, lambda url, running: typer.echo(banner(url, running, options.key_header)))
 
 
-def banner(url: str, gateway: "Gateway") -> str:
+def banner(url: str, gateway: "Gateway", key_header: str) -> str:
     """Return what is shown when the gateway is ready: what it stands before and how to try it."""
     from midfill.version import __version__
 
@@ -69,7 +69,7 @@ def banner(url: str, gateway: "Gateway") -> str:
   listens  on {url} (Ctrl-C stops it)
 
 Try it:
-  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/completions -H 'Content-Type: application/json'{key_header} \\
     -d '{json.dumps(body)}'
 """
 

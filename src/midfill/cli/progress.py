@@ -106,6 +106,8 @@ class StageLog:
             if stage != self._stage:
                 self._began = now
                 self._due = max(now + _MIN_STAGE_SECONDS, self._quiet_until)
+            elif total and not self._total:  # now it is known how much is to be done
+                self._due = max(now, self._quiet_until)
             self._stage, self._done, self._total = stage, done, total
             self._write_if_due(now)
 

@@ -71,7 +71,7 @@ def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") ->
 
         def ready(url: str, info: "EngineInfo", service: "ModelService") -> None:
             shown.close()
-            typer.echo(banner(url, info, service))
+            typer.echo(banner(url, info, service, options.key_header))
             if model == DEFAULT_MODEL and info.backend.startswith("CPU"):
                 # The first request need not wait for it.
                 start_in_background(_show_code_models, "models for code")
@@ -97,7 +97,7 @@ def _show_code_models() -> None:
         )
 
 
-def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
+def banner(url: str, info: "EngineInfo", service: "ModelService", key_header: str) -> str:
     """Return what is shown when the server is ready: what it serves and how to try it."""
     from midfill.system.machine import format_size
     from midfill.version import __version__
@@ -127,6 +127,6 @@ def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
   listens  on {url} (Ctrl-C stops it)
 
 Try it:
-  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+  curl {url}/v1/completions -H 'Content-Type: application/json'{key_header} \\
     -d '{json.dumps(body)}'
 """

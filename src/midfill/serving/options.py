@@ -244,6 +244,12 @@ class FrontendOptions:
         ),
     ] = None
 
+    @property
+    def key_header(self) -> str:
+        """What curl takes beside a request, so that it has a key; "" where it needs none."""
+        needs_key = self.api_keys or self.api_key_file is not None
+        return " -H 'Authorization: Bearer KEY'" if needs_key else ""
+
     def __post_init__(self) -> None:
         if not all(alias.strip() for alias in self.aliases):
             raise MidfillError("an alias is empty; --alias takes a further name of the model")

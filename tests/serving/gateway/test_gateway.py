@@ -173,8 +173,9 @@ class TestHalfWords:
         async def test() -> None:
             with StubUpstream(StubModel(forces=forces)) as upstream:
                 async with serve(upstream.url) as gateway:
-                    shown = banner("http://127.0.0.1:8080", gateway.gateway)
+                    shown = banner("http://127.0.0.1:8080", gateway.gateway, " -H KEY")
             assert f"{upstream.url} (vllm, half words {said})" in shown
+            assert "json' -H KEY \\\n" in shown
 
         run(test())
 

@@ -68,6 +68,10 @@ def read_again(server: RunningServer, text: str = "API keys are valid now") -> N
     server.wait_for(lambda: count() > reads)
 
 
+def test_the_banner_says_how_to_ask_with_a_key(server: RunningServer) -> None:
+    assert "-H 'Authorization: Bearer KEY'" in server.banner
+
+
 @pytest.mark.parametrize(
     "value", [None, "Bearer wrong", "first key", "Bearer", "Basic first key", "Bearer first"]
 )

@@ -104,6 +104,7 @@ def test_the_banner_says_what_is_served(server: RunningServer) -> None:
     assert "adapter" not in server.banner
     assert f"{server.metric('kv_slots'):.0f} tokens" in server.banner
     assert f"curl {server.url}/v1/completions" in server.banner
+    assert "Authorization" not in server.banner
 
 
 def test_an_adapter_is_served_and_named(tiny_folder: Path, tmp_path: Path) -> None:
