@@ -508,27 +508,21 @@ def _row(report: ReuseReport, kind: str, method: str) -> dict[str, str]:
     trials = [trial for trial in report.trials if trial.kind == kind]
     found = [trial.asked[method] for trial in trials]
     full = [trial.asked[FULL] for trial in trials]
-    divergences = [measured.divergence for measured in found]
-    same = [measured.answer == other.answer for measured, other in zip(found, full, strict=True)]
+    divergences = [own.divergence for own in found]
+    same = [own.answer == other.answer for own, other in zip(found, full, strict=True)]
     return {
         "prompts": f"{kind} ({len(trials)})",
         "method": method,
         "tokens": f"{fmean(t.tokens for t in trials):,.0f}"
         f" / {fmean(t.tokens - t.cached for t in trials):,.0f}",
-        "rows": f"{fmean(measured.row_layers for measured in found) / report.layers:,.0f}",
-        "rows x layers": _share(
-            [measured.row_layers for measured in found], [x.row_layers for x in full]
-        ),
-        "key pairs": _share(
-            [measured.key_pairs for measured in found], [x.key_pairs for x in full]
-        ),
-        "time": _share(
-            [measured.ttft_seconds for measured in found], [x.ttft_seconds for x in full]
-        ),
+        "rows": f"{fmean(own.row_layers for own in found) / report.layers:,.0f}",
+        "rows x layers": _share([own.row_layers for own in found], [x.row_layers for x in full]),
+        "key pairs": _share([own.key_pairs for own in found], [x.key_pairs for x in full]),
+        "time": _share([own.ttft_seconds for own in found], [x.ttft_seconds for x in full]),
         "KL mean": f"{fmean(divergences):.3f}",
         "KL median": f"{median(divergences):.4f}",
         "same": f"{fmean(same):.0%}",
-        "right": f"{fmean(measured.exact for measured in found):.0%}{_difference(found, full)}",
+        "right": f"{fmean(own.exact for own in found):.0%}{_difference(found, full)}",
     }
 
 

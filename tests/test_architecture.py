@@ -66,6 +66,12 @@ def test_every_family_is_listed_and_has_a_tiny_checkpoint() -> None:
     assert {variant.family for variant in VARIANTS.values()} == written
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_pages_list_every_family(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8").lower().replace(" ", "")
+    assert [name for name in FAMILIES if name not in text] == []
+
+
 def test_policies_are_frozen_dataclasses() -> None:
     for module in modules("engine/scheduling/policies"):
         defined = [

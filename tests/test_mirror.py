@@ -1,11 +1,13 @@
 """Tests stand where the code is, by folder and by name, and every module has some."""
 
 import ast
-from fnmatch import fnmatch
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
+
+from midfill.models.families import FAMILIES
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -18,51 +20,121 @@ APART = {"docs", "fuzz", "helpers"}
 """Folders that mirror no code."""
 
 TESTED_THROUGH = {
-    "cli/*": "cli/test_usage.py",
-    "engine/disaggregated/worker_queues": "engine/disaggregated/test_workers.py",
-    "engine/process/aggregate": "serving/cluster/test_remote_engine.py",
-    "engine/step/plan_execution": "engine/test_engine.py",
-    "engine/step/step_commit": "engine/test_engine.py",
-    "engine/step/verification": "engine/step/test_speculation.py",
-    "frontend/template_worker": "frontend/test_chat.py",
-    "kernels/cpu/entropy/rans": "methods/store/test_cachegen.py",
-    "kernels/cpu/parts/*": "runners/cpu/test_parts.py",
-    "kernels/cpu/decoder*": "runners/cpu/test_runner.py",
-    "kernels/cpu/attention_parts": "runners/cpu/test_parts.py",
-    "kernels/cpu/calls": "runners/cpu/test_listers.py",
-    "kernels/cpu/segment_attention": "kernels/cpu/test_segments.py",
-    "kernels/cpu/*": "kernels/cpu/test_attention.py",
-    "kv/compressed_prefix": "methods/evict/test_sequence.py",
-    "kv/ragged": "runners/cpu/test_parts.py",
-    "kv/tiers/warm_tier": "serving/server/test_warm_tier.py",
-    "lab/bench/roofline": "lab/bench/test_profile.py",
-    "lab/cli/evaluation/*": "lab/evaluation/test_eval_cli.py",
-    "lab/cli/*": "cli/test_usage.py",
-    "lab/evaluation/sandbox/*": "lab/evaluation/sandbox/test_pool.py",
-    "lsp/api_client": "lsp/test_completer.py",
-    "lsp/child_server": "lsp/test_own_server.py",
-    "lsp/protocol": "lsp/test_language_server.py",
-    "methods/budget": "methods/evict/test_eviction.py",
-    "methods/contexts/method": "methods/contexts/test_sequence.py",
-    "methods/evict/state": "methods/evict/test_sequence.py",
-    "methods/model_probe": "lab/calibration/test_razorattention.py",
-    "methods/rows/method": "methods/rows/test_sequence.py",
-    "methods/store/cachegen_profile": "methods/test_codecs.py",
-    "models/*": "models/test_families.py",
-    "runners/forward/*": "runners/cpu/test_runner.py",
-    "runners/torch/*": "runners/torch/test_runner.py",
-    "serving/cluster/applications": "serving/cluster/test_replicas.py",
-    "serving/cluster/deployment": "serving/cluster/test_command.py",
-    "serving/cluster/*": "serving/cluster/test_replicas.py",
-    "serving/gateway/*": "serving/gateway/test_gateway.py",
-    "serving/server/*": "serving/server/test_service.py",
-    "serving/top/display": "serving/server/test_top.py",
-    "system/progress": "cli/test_progress.py",
-    "system/extras": "docs/test_commands.py",
-    "system/pip": "models/checkpoints/test_model_store.py",
-    "version": "test_cli.py",
+    "cli/test_progress.py": ("system/progress",),
+    "cli/test_usage.py": (
+        "cli/cluster",
+        "cli/complete",
+        "cli/gateway_app",
+        "cli/generate",
+        "cli/keys",
+        "cli/lsp",
+        "cli/methods",
+        "cli/options",
+        "cli/top",
+        "lab/cli/bench/app",
+        "lab/cli/bench/methods",
+        "lab/cli/bench/options",
+        "lab/cli/bench/peers",
+        "lab/cli/calibrate",
+    ),
+    "docs/test_commands.py": ("system/extras",),
+    "engine/disaggregated/test_workers.py": ("engine/disaggregated/worker_queues",),
+    "engine/step/test_speculation.py": ("engine/step/verification",),
+    "engine/test_engine.py": (
+        "engine/step/plan_execution",
+        "engine/step/step_commit",
+    ),
+    "frontend/test_chat.py": ("frontend/template_worker",),
+    "kernels/cpu/test_kv_cache.py": ("kernels/cpu/bfloat16", "kernels/cpu/halves"),
+    "kernels/cpu/test_linear.py": (
+        "kernels/cpu/dots",
+        "kernels/cpu/matmul",
+        "kernels/cpu/panel_blocks",
+    ),
+    "kernels/cpu/test_pair_segments.py": ("kernels/cpu/pair_panels",),
+    "kernels/cpu/test_segments.py": (
+        "kernels/cpu/key_panels",
+        "kernels/cpu/kv_products",
+        "kernels/cpu/segment_attention",
+    ),
+    "kernels/cpu/test_simd.py": ("kernels/cpu/intrinsics",),
+    "kernels/cpu/test_work_stealing.py": ("kernels/cpu/atomics",),
+    "lab/bench/test_profile.py": ("lab/bench/roofline",),
+    "lab/calibration/test_razorattention.py": ("methods/model_probe",),
+    "lab/evaluation/sandbox/test_pool.py": (
+        "lab/evaluation/sandbox/isolation",
+        "lab/evaluation/sandbox/worker",
+    ),
+    "lab/evaluation/test_eval_cli.py": (
+        "lab/cli/evaluation/app",
+        "lab/cli/evaluation/choices",
+        "lab/cli/evaluation/confidence",
+        "lab/cli/evaluation/options",
+    ),
+    "lsp/test_completer.py": ("lsp/api_client",),
+    "lsp/test_language_server.py": ("lsp/protocol",),
+    "lsp/test_own_server.py": ("lsp/child_server",),
+    "methods/contexts/test_sequence.py": ("methods/contexts/method",),
+    "methods/evict/test_eviction.py": ("methods/budget",),
+    "methods/evict/test_sequence.py": (
+        "kv/compressed_prefix",
+        "methods/evict/state",
+    ),
+    "methods/rows/test_sequence.py": ("methods/rows/method",),
+    "methods/store/test_cachegen.py": ("kernels/cpu/entropy/rans",),
+    "methods/test_codecs.py": ("methods/store/cachegen_profile",),
+    "models/test_families.py": (
+        "models/family",
+        "models/gguf_config",
+        "models/huggingface_config",
+        *(f"models/{name}" for name in FAMILIES),
+    ),
+    "runners/cpu/test_parts.py": (
+        "kernels/cpu/attention_parts",
+        "kernels/cpu/parts/attention",
+        "kernels/cpu/parts/keys",
+        "kernels/cpu/parts/probe",
+        "kv/ragged",
+    ),
+    "runners/cpu/test_runner.py": (
+        "kernels/cpu/decoder_data",
+        "runners/forward/cells",
+        "runners/forward/layer_rows",
+        "runners/forward/runner",
+    ),
+    "runners/torch/test_runner.py": (
+        "runners/torch/cells",
+        "runners/torch/weights",
+    ),
+    "serving/cluster/test_command.py": ("serving/cluster/deployment",),
+    "serving/cluster/test_remote_engine.py": ("engine/process/aggregate",),
+    "serving/cluster/test_replicas.py": (
+        "serving/cluster/applications",
+        "serving/cluster/front",
+        "serving/cluster/observed_router",
+        "serving/cluster/replica",
+        "serving/cluster/router",
+        "serving/cluster/serve_handles",
+    ),
+    "serving/gateway/test_gateway.py": (
+        "serving/gateway/discovery",
+        "serving/gateway/engine",
+        "serving/gateway/options",
+        "serving/gateway/pool",
+        "serving/gateway/run",
+        "serving/gateway/upstream",
+        "serving/gateway/upstream_calls",
+        "serving/gateway/upstream_http",
+    ),
+    "serving/server/test_service.py": (
+        "serving/server/dialects/dialect",
+        "serving/server/dialects/llama_cpp_model",
+        "serving/server/served_engine",
+    ),
+    "serving/server/test_top.py": ("serving/top/display",),
+    "serving/server/test_warm_tier.py": ("kv/tiers/warm_tier",),
 }
-"""Modules (or all of a folder that have no file of tests of their own) and what tests them."""
+"""A file of tests -> the modules that it tests, of those without a file of tests of their own."""
 
 MODULES = {
     (Path(place) / path.relative_to(root)).with_suffix("")
@@ -98,6 +170,17 @@ def all_imports() -> dict[Path, set[str]]:
     return {file: _imports(file) for file in sorted(TESTS.rglob("test_*.py"))}
 
 
+def _has_own_tests(module: Path) -> bool:
+    """Whether a file of tests is named like a module, or one in its folder imports it."""
+    folder = TESTS / module.parent
+    if (folder / f"test_{module.name}.py").exists():
+        return True
+    imported_as = ".".join(("midfill", *module.parts)).replace("midfill.lab.", "midfill_lab.")
+    return any(
+        imported_as in names for file, names in all_imports().items() if folder in file.parents
+    )
+
+
 @pytest.mark.parametrize("folder", sorted({file.parent for file in FILES}), ids=str)
 def test_a_folder_of_tests_mirrors_one_of_code(folder: Path) -> None:
     assert any(module.parent == folder for module in MODULES)
@@ -116,17 +199,15 @@ def test_a_file_named_like_a_module_is_beside_its_mirror_image(file: Path) -> No
 
 @pytest.mark.parametrize("module", sorted(PACKAGE), ids=str)
 def test_every_module_has_tests(module: Path) -> None:
-    folder = TESTS / module.parent
-    if (folder / f"test_{module.name}.py").exists():
+    if _has_own_tests(module):
         return
-    imported_as = ".".join(("midfill", *module.parts)).replace("midfill.lab.", "midfill_lab.")
-    if any(imported_as in names for file, names in all_imports().items() if folder in file.parents):
-        return
-    through = [file for pattern, file in TESTED_THROUGH.items() if fnmatch(str(module), pattern)]
+    through = [file for file, modules in TESTED_THROUGH.items() if module.as_posix() in modules]
     assert through, f"no file of tests is named like {module}, imports it or is listed for it"
     assert (TESTS / through[0]).exists()
 
 
-@pytest.mark.parametrize("pattern", TESTED_THROUGH)
-def test_what_is_listed_exists(pattern: str) -> None:
-    assert any(fnmatch(str(module), pattern) for module in PACKAGE)
+@pytest.mark.parametrize("module", sorted(chain(*TESTED_THROUGH.values())))
+def test_what_is_listed_exists_and_has_no_tests_of_its_own(module: str) -> None:
+    path = Path(module)
+    assert path in PACKAGE
+    assert not _has_own_tests(path)

@@ -36,7 +36,7 @@ class CodeModel:
 
     @property
     def download(self) -> int:
-        """Bytes that are fetched, at first."""
+        """Bytes to download on first use."""
         return 2 * self.weights
 
     def tokens_per_second(self, bytes_per_second: float) -> float:
@@ -64,5 +64,5 @@ def code_models(bytes_per_second: float, memory: float, *, usable: bool = False)
         speed = model.tokens_per_second(bytes_per_second)
         slow = usable and speed < _USABLE and model is not CODE_MODELS[0]
         if model.memory <= memory and not slow:
-            size = f"fetches {format_size(model.download)} at first"
+            size = f"downloads {format_size(model.download)} on first use"
             yield f"{model.command:52}  # {speed:,.0f} tokens/s, {size}"

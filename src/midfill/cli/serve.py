@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 def serve(
     *, model: ModelArgument = None, served: Annotated[dict[str, Any], FlagsOf(ServeOptions)]
 ) -> None:
-    """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
+    """Serve a model with OpenAI's API; without MODEL, a small one, downloaded on first use."""
     from midfill.engine.process.supervision import EngineProcess
     from midfill.system.process import ended_by_sigterm
 

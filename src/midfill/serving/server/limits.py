@@ -3,7 +3,8 @@
 Rates are token buckets that hold a minute's worth: a tenant that was quiet may use all of it at
 once. A request is charged for its prompt when its generation starts and for its answer when that
 has ended, since nobody knows before how long it gets. So the last request of a minute may take more
-than is left; the next ones wait until that is paid back.
+than is left; the next ones wait until that is paid back. Libraries for rates (limits,
+pyrate-limiter) don't do that: they refuse a charge that exceeds what is left, and forget it.
 """
 
 import contextlib
