@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -183,21 +183,25 @@ class PlaygroundPage(OpenedPage):
 
     def press(self, key: str) -> Asked:
         """Press a key that edits or asks; return what was asked, once its answer is shown."""
-        with self.page.expect_response("**/v1/completions") as answer:
-            self.page.keyboard.press(key)
-        return self._shown(answer.value)
+        return self._asked_by(lambda: self.page.keyboard.press(key))
 
     def choose_lines(self, lines: str) -> Asked:
         """Choose how far suggestions go, which asks again."""
-        with self.page.expect_response("**/v1/completions") as answer:
-            self.page.select_option("#lines", lines)
-        return self._shown(answer.value)
+        return self._asked_by(lambda: self.page.select_option("#lines", lines))
 
     def insert(self, text: str) -> Asked:
         """Insert a text at once, as pasting does."""
-        with self.page.expect_response("**/v1/completions") as answer:
-            self.page.keyboard.insert_text(text)
-        return self._shown(answer.value)
+        return self._asked_by(lambda: self.page.keyboard.insert_text(text))
+
+    def _asked_by(self, act: Callable[[], object]) -> Asked:
+        """Do what asks; return what was asked, once its answer is shown.
+
+        What the page has asked before, as after an engine's restart, is given up then and has no
+        answer.
+        """
+        with self.page.expect_request("**/v1/completions") as request:
+            act()
+        return self._shown(request.value.response())
 
     def type_until(self, wanted: str) -> Asked:
         """Type digits until a suggestion matches a regular expression of JavaScript."""
