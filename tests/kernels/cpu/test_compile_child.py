@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from midfill.kernels.cpu import compile_child, linking
-from midfill.kernels.cpu.calls import kernel_addresses
+from midfill.kernels.cpu.calls import compile_side_by_side
 from midfill.kernels.cpu.decoder import forward
 from midfill.kernels.cpu.linear import gated_linear, linear
 from midfill.system.python_child import python_command, python_environment
@@ -76,32 +76,30 @@ def test_a_child_compiles_and_this_process_loads(load: Load) -> None:
     assert sum(doubled.stats.cache_hits.values()) == 1
 
 
-def test_one_child_compiles_what_is_wanted_together(
+def test_each_group_is_compiled_by_a_child_of_its_own(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    children: list[Any] = []
+    groups: list[list[list[str]]] = []
 
-    def compile_in_child(calls: list[Any]) -> None:
-        children.append([function.__name__ for function, _ in calls])
-        compile_child.compile_in_child(calls)
+    def compile_in_children(wanted: list[list[Any]]) -> None:
+        groups.append([[function.__name__ for function, _ in calls] for calls in wanted])
+        compile_child.compile_in_children(wanted)
 
-    monkeypatch.setattr(linking, "compile_in_child", compile_in_child)
+    monkeypatch.setattr(linking, "compile_in_children", compile_in_children)
     doubled = load()
     halved = sys.modules["sample_kernel"].halved
-    addresses = kernel_addresses([(doubled, (1.5,)), (halved, (1.5,))])
-    assert len(set(addresses)) == 2
-    assert children == [["doubled", "halved"]]
+    compile_side_by_side([(doubled, (1.5,)), (halved, (1.5,))], [(doubled, (1,))])
+    compile_side_by_side([(doubled, (1.5,))], [(halved, (1.5,)), (halved, (1,))])
+    assert groups == [[["doubled", "halved"], ["doubled"]], [["halved"]]]
     assert compiled_here(doubled) == compiled_here(halved) == 0
-    load()
-    kernel_addresses([(sys.modules["sample_kernel"].halved, (1,)), (halved, (1.5,))])
-    assert children == [["doubled", "halved"], ["halved"]]
+    assert (doubled(1), doubled(1.5), halved(1)) == (2, 3.0, 0.5)
 
 
 def test_no_child_is_started_for_what_is_compiled(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children: list[Any] = []
-    monkeypatch.setattr(linking, "compile_in_child", lambda *task: children.append(task))
+    monkeypatch.setattr(linking, "compile_in_children", lambda *task: children.append(task))
     for started in (1, 1):  # the first one compiles by itself, as after a child that failed
         assert load()(np.float64(1.5)) == 3.0
         assert len(children) == started
@@ -111,7 +109,7 @@ def test_no_child_is_started_where_nothing_can_be_stored(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children: list[Any] = []
-    monkeypatch.setattr(linking, "compile_in_child", lambda *task: children.append(task))
+    monkeypatch.setattr(linking, "compile_in_children", lambda *task: children.append(task))
     (tmp_path / "file").touch()
     doubled = load("file/kernels")
     assert doubled(np.float64(1.5)) == 3.0

@@ -6,34 +6,44 @@ needs and that take long to compile are compiled beside the rest, on another cor
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from numba import typeof, types
 from numba.core import cgutils
 
 from midfill.kernels.cpu.intrinsics import OWN, generated
-from midfill.kernels.cpu.linking import compiling_together
+from midfill.kernels.cpu.linking import compiling_in_children
+
+EntryCall = tuple[Callable[..., Any], tuple[Any, ...]]
+"""An entry point, and arguments of the types to compile it for."""
+
+
+def compile_side_by_side(*groups: Sequence[EntryCall]) -> None:
+    """Compile entry points or load them, where children compile them each group by one of its own.
+
+    Entry points that have much in common belong in one group.
+    """
+    kernels: list[list[tuple[Any, Any]]] = [
+        [(function, _signature(arguments)) for function, arguments in calls] for calls in groups
+    ]
+    with compiling_in_children(kernels):
+        for kernel, signature in chain.from_iterable(kernels):
+            kernel.compile_here(signature)
 
 
 def kernel_address(function: Callable[..., Any], *arguments: Any) -> int:
     """Return the address of an entry point for ``call_kernel``, compiled for these arguments."""
-    (address,) = kernel_addresses([(function, arguments)])
+    dispatcher: Any = function
+    signature = _signature(arguments)
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
     return address
 
 
-def kernel_addresses(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[int]:
-    """Return the addresses of several entry points, compiled together, each for its arguments."""
-    kernels: list[tuple[Any, Any]] = [
-        (function, tuple(typeof(each) for each in arguments)) for function, arguments in calls
-    ]
-    addresses: list[int] = []
-    with compiling_together(kernels):
-        for kernel, signature in kernels:
-            kernel.compile_here(signature)
-            compiled = kernel.overloads[signature]
-            name = compiled.fndesc.llvm_func_name
-            addresses.append(compiled.library.get_pointer_to_function(name))
-    return addresses
+def _signature(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(typeof(argument) for argument in arguments)
 
 
 @generated(types.void, OWN, OWN)

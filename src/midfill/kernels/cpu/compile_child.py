@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from midfill.system.python_child import python_command, python_environment
@@ -28,37 +29,60 @@ Signature = tuple[Any, ...]
 """Numba's types of a function's arguments."""
 
 
-def compile_in_child(calls: Sequence[tuple[Callable[..., Any], Signature]]) -> None:
-    """Have a child compile entry points and store them in the cache; return when it has ended.
+Call = tuple[Callable[..., Any], Signature]
+"""An entry point's Python function, of that name in its module, and the types to compile it for."""
+
+
+def compile_in_children(groups: Sequence[Sequence[Call]]) -> None:
+    """Have entry points compiled and stored in the cache; return when all of that has ended.
 
     A child that fails is logged: the caller finds nothing in the cache and compiles by itself.
 
     Args:
-        calls: the entry points' Python functions, of that name in their modules.
+        groups: what each child compiles; all children run at the same time.
     """
-    task = pickle.dumps([(each.__module__, each.__qualname__, types) for each, types in calls])
-    try:
-        with subprocess.Popen(
-            python_command("-m", "midfill.kernels.cpu.compile_child"),
-            env=python_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        ) as child:
-            assert child.stdin is not None
+    with ExitStack() as stack:
+        children = []
+        for calls in groups:
+            try:
+                children.append(stack.enter_context(_started(calls)))
+            except OSError as error:
+                _warn(-1, str(error))
+        for child in children:
             assert child.stderr is not None
-            child.stdin.write(task)
-            child.stdin.flush()
             complaint = child.stderr.read().decode(errors="replace").strip()
-            status = child.wait()
-    except OSError as error:
-        status, complaint = -1, str(error)
-    if status:
-        _log.warning(
-            "the process that compiles kernels ended with status %d (%s); they are compiled here",
-            status,
-            complaint.rpartition("\n")[-1] or "it gave no reason",
+            if status := child.wait():
+                _warn(status, complaint)
+
+
+def _started(calls: Sequence[Call]) -> subprocess.Popen[bytes]:
+    """Start a child that compiles entry points.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    child = subprocess.Popen(
+        python_command("-m", "midfill.kernels.cpu.compile_child"),
+        env=python_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdin is not None
+    with suppress(BrokenPipeError):  # it has died: its status and complaint say why
+        pickle.dump(
+            [(each.__module__, each.__qualname__, types) for each, types in calls], child.stdin
         )
+        child.stdin.flush()
+    return child
+
+
+def _warn(status: int, complaint: str) -> None:
+    _log.warning(
+        "the process that compiles kernels ended with status %d (%s); they are compiled here",
+        status,
+        complaint.rpartition("\n")[-1] or "it gave no reason",
+    )
 
 
 def main() -> None:

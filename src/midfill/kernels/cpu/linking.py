@@ -23,7 +23,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 
-from midfill.kernels.cpu.compile_child import Signature, compile_in_child
+from midfill.kernels.cpu.compile_child import Signature, compile_in_children
 from midfill.kernels.cpu.compiled import CompiledCache
 from midfill.kernels.cpu.simd import has_feature
 
@@ -148,7 +148,7 @@ class Kernel(CPUDispatcher):
     def optimize_first(self) -> None:
         """Let the code be optimised by itself before it is linked, and again after that.
 
-        Only on chips with AVX-512: on others no gain was seen, and compilation takes a quarter
+        Only on chips with AVX-512: on Zen 3 no gain was seen, and compilation takes a quarter
         longer.
         """
         if has_feature(self.targetctx, "avx512f"):
@@ -169,7 +169,7 @@ class Kernel(CPUDispatcher):
     def compile(self, sig: Any) -> Any:
         """Return the entry point for argument types; compile or load it if needed."""
         args, _ = sigutils.normalize_signature(sig)
-        with compiling_together([(self, tuple(args))]):
+        with compiling_in_children([[(self, tuple(args))]]):
             return super().compile(sig)
 
     def can_load(self, args: Signature) -> bool:
@@ -197,19 +197,26 @@ class Kernel(CPUDispatcher):
 
 
 @contextmanager
-def compiling_together(calls: Sequence[tuple[Kernel, Signature]]) -> Iterator[None]:
-    """Have one child compile those of some entry points that want it and nobody has compiled yet.
+def compiling_in_children(groups: Sequence[Sequence[tuple[Kernel, Signature]]]) -> Iterator[None]:
+    """Have children compile the entry points that want it and that nobody has compiled yet.
 
-    What they have in common is so translated once. No other process compiles them meanwhile.
+    No other process compiles any of them meanwhile.
+
+    Args:
+        groups: what one child compiles each. What entry points of a group have in common is
+            translated once.
     """
     with ExitStack() as stack:
         missing = [
-            (kernel.py_func, args)
-            for kernel, args in calls
-            if kernel.can_load(args)
-            and stack.enter_context(kernel.compiling(args))
-            and kernel.in_child
+            [
+                (kernel.py_func, args)
+                for kernel, args in calls
+                if kernel.can_load(args)
+                and stack.enter_context(kernel.compiling(args))
+                and kernel.in_child
+            ]
+            for calls in groups
         ]
-        if missing:
-            compile_in_child(missing)
+        if any(missing):
+            compile_in_children([calls for calls in missing if calls])
         yield

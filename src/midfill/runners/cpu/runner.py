@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from midfill.kernels.cpu.attention_metadata import (
 )
 from midfill.kernels.cpu.attention_parts import no_parts
 from midfill.kernels.cpu.bfloat16 import has_pair_products
-from midfill.kernels.cpu.calls import kernel_addresses
+from midfill.kernels.cpu.calls import EntryCall, compile_side_by_side, kernel_address
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import forward
 from midfill.kernels.cpu.decoder_data import Batch, Stages
@@ -396,23 +395,24 @@ class CpuRunner:
             self.model.weights, self._kv_cache, self._prepare(batch),
             self._memory.hidden.reshape(-1), self._memory.workspace, Stages(True, 0, 0, True),
         )  # fmt: skip
-        with ThreadPoolExecutor(1) as beside:
-            addresses = beside.submit(self._compile_products)
-            compiled = compiled_for(forward, 0, 1, self._pool.sync, self._config, *arguments)
-            linear_address, gated_address = addresses.result()
-        self._config = self._config._replace(linear=linear_address, gated_linear=gated_address)
+        products = self._products()
+        whole = (0, 1, self._pool.sync, self._config, *arguments)
+        compile_side_by_side(products, [(forward, whole)])
+        compiled = compiled_for(forward, *whole)
+        addresses = [kernel_address(function, *taken) for function, taken in products]
+        self._config = self._config._replace(linear=addresses[0], gated_linear=addresses[1])
         compiled(0, 1, self._pool.sync, self._config, *arguments)
         self._pool.run_on_standby(compiled, self._config, *arguments)
         return compiled
 
-    def _compile_products(self) -> list[int]:
-        """Return the addresses of the kernels that multiply by weights."""
+    def _products(self) -> list[EntryCall]:
+        """Return the kernels that multiply by weights, ``linear`` first, with their arguments."""
         weights, workspace = self.model.weights, self._memory.workspace
         context = ThreadContext(0, 1, self._pool.sync, self._clock)
         tiling = Tiling(workspace.tile_rows[0], workspace.products[0])
         out = LinearOutput(workspace.qkv, 0, 0, False, 1.0, workspace.maxima[0], False)
         normed, gated = workspace.normed, workspace.gated
-        return kernel_addresses([
+        return [
             (linear, (context, normed, 0, weights.qkv, 0, out, tiling)),
             (gated_linear, (context, normed, 0, 0, weights.gate_up, 0, gated, tiling)),
-        ])  # fmt: skip
+        ]
