@@ -78,8 +78,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix src lab benchmarks tests examples docs
 	$(BIN)/ruff format src lab benchmarks tests examples docs
 
+# An older pip takes longer, and downloads a model to say where it is (models/checkpoints).
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install 'pip>=23.3'
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e .

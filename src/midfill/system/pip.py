@@ -1,6 +1,8 @@
 """pip as a subprocess: it honours the user's package index, mirrors and credentials."""
 
+import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -48,17 +50,30 @@ def run_pip(
     return code, "".join(output), complaint
 
 
+def pip_version() -> tuple[int, int]:
+    """Return the major and minor version of the pip that ``run_pip`` runs, (0, 0) for none."""
+    if importlib.util.find_spec("pip") is not None:
+        version = importlib.metadata.version("pip")
+    else:
+        bundled = _bundled_pip()
+        version = bundled.name.split("-")[1] if bundled is not None else "0.0"
+    major, minor = version.split(".")[:2]
+    return int(major), int(re.sub(r"\D.*", "", minor) or 0)
+
+
 def _pip() -> list[str]:
     """Return how Python runs pip: the one that is installed, or the one in Python's own library.
 
     Environments of uv and pipx have none installed.
     """
-    if importlib.util.find_spec("pip") is not None:
-        return ["-m", "pip"]
+    bundled = _bundled_pip() if importlib.util.find_spec("pip") is None else None
+    return ["-m", "pip"] if bundled is None else [str(bundled / "pip")]
+
+
+def _bundled_pip() -> Path | None:
     library = importlib.util.find_spec("ensurepip")
     folder = Path(library.origin if library is not None and library.origin else "").parent
-    bundled = sorted(folder.glob("_bundled/pip-*.whl"))
-    return [str(bundled[-1] / "pip")] if bundled else ["-m", "pip"]
+    return max(folder.glob("_bundled/pip-*.whl"), default=None)
 
 
 def summarise_failure(complaint: str) -> str:

