@@ -30,7 +30,7 @@ from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resol
 from midfill.serving.options import ServeOptions
 from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import KeyRing
-from midfill.serving.server.run import open_service
+from midfill.serving.server.startup import open_service
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.bench.documents import standard_library_documents
 from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption

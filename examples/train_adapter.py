@@ -12,7 +12,7 @@ from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill_lab.training.corpus import Corpus
 from midfill_lab.training.recipe import TrainingRecipe
-from midfill_lab.training.run import RunInputs, finish_run, prepare_run
+from midfill_lab.training.training_run import RunInputs, finish_run, prepare_run
 
 recipe = TrainingRecipe(tokens=20_000)
 inputs = RunInputs(

@@ -121,7 +121,6 @@ TESTED_THROUGH = {
         "serving/gateway/engine",
         "serving/gateway/options",
         "serving/gateway/pool",
-        "serving/gateway/run",
         "serving/gateway/upstream",
         "serving/gateway/upstream_calls",
         "serving/gateway/upstream_http",

@@ -42,6 +42,7 @@ from midfill_lab.evaluation.empties import (
     empty_conditions,
     given_empty,
 )
+from midfill_lab.evaluation.evaluate import InfillingReport, RunOptions, evaluate, load_problems
 from midfill_lab.evaluation.models import Model, ModelChoice, load_model
 from midfill_lab.evaluation.problems import CARET_TASKS, FILE_TASKS, Problem, Task, check_file_tasks
 from midfill_lab.evaluation.report import (
@@ -50,7 +51,6 @@ from midfill_lab.evaluation.report import (
     report_tables,
     write_report,
 )
-from midfill_lab.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
 from midfill_lab.evaluation.summary import compare_reports
 from midfill_lab.evaluation.windows import (
     choose_window,

@@ -40,9 +40,9 @@ from midfill_lab.training.corpus import (
 )
 from midfill_lab.training.export import model_card
 from midfill_lab.training.recipe import TrainingRecipe
-from midfill_lab.training.run import RunInputs, TrainingRun, prepare_run
 from midfill_lab.training.run_folder import ADAPTER_WEIGHTS, newest_checkpoint
 from midfill_lab.training.trainer import CHECKPOINTS
+from midfill_lab.training.training_run import RunInputs, TrainingRun, prepare_run
 
 _FIELDS = frozenset(
     {"model", "fim_tokens", "packages", "held_out", "protect", "start", "recipe", "stages"}

@@ -47,7 +47,7 @@ _PUBLIC: Mapping[str, Sequence[str] | None] = {
     "midfill.ContextFile": (),
     "midfill.WindowRule": (),
     "midfill.frontend.generation.GenerationResult": ("text",),
-    "midfill.frontend.generation.GeneratedAnswer": (),
+    "midfill.frontend.answer.Answer": (),
     "midfill.frontend.generation.AnswerStream": None,
     "midfill.frontend.answer.AnswerDelta": (),
     "midfill.frontend.answer.TokenLogprob": (),

@@ -16,10 +16,9 @@ from midfill.config import Backend, KVCacheDtypeName, ModelOptions, WeightsOptio
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
-from midfill.frontend.answer import AnswerDelta
+from midfill.frontend.answer import Answer, AnswerDelta
 from midfill.frontend.generation import (
     AnswerStream,
-    GeneratedAnswer,
     GenerationResult,
     PromptGeneration,
     whole_answers,
@@ -178,7 +177,7 @@ class InProcessEngine:
         return outputs
 
 
-__all__ = ["LLM", "AnswerStream", "GeneratedAnswer", "GenerationResult", "SamplingParams"]
+__all__ = ["LLM", "Answer", "AnswerStream", "GenerationResult", "SamplingParams"]
 
 
 class LLM:

@@ -21,7 +21,7 @@ TYPED = "def mean(values):\n    total = sum(values)\n    return total / le"
 SUFFIX = "\n\n\nprint(mean([1, 2, 3]))\n"
 WARM, TRACED_REQUESTS = 4, 3
 BY_CHANCE = {
-    "infill/cut_places.py", "serving/server/listening.py", "serving/server/run.py",
+    "infill/cut_places.py", "serving/server/listening.py", "serving/server/startup.py",
     "system/logs.py",
 }  # fmt: skip
 """Whether they run is chance: one looks for a new cut, two wait, one writes what is logged."""

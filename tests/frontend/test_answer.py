@@ -9,7 +9,7 @@ from hypothesis import given
 
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from midfill.errors import GenerationError
-from midfill.frontend.answer import Answer, AnswerDelta, StopScanner, StopStrings
+from midfill.frontend.answer import AnswerBuilder, AnswerDelta, StopScanner, StopStrings
 from midfill.frontend.sampling import PostProcessing, SamplingParams
 from midfill.infill.trim import Trimmer
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -43,9 +43,9 @@ def run(
     healed: int = 0,
     trimmer: Trimmer | None = None,
     line_break: str = "",
-) -> tuple[Answer, list[AnswerDelta]]:
+) -> tuple[AnswerBuilder, list[AnswerDelta]]:
     stops = StopStrings((*sampling.stop, *sampling.post_processing.stop))
-    answer = Answer(
+    answer = AnswerBuilder(
         0, tokenizer, sampling, stops, healed=healed, trimmer=trimmer, line_break=line_break
     )
     pushed = [answer.push(item) for item in outputs]
@@ -268,7 +268,7 @@ def test_an_answer_whose_time_is_over_ends_with_its_line(
     sampling = SamplingParams(post_processing=PostProcessing(max_seconds=0.5))
     trimmer = sampling.post_processing.trimmer("", "", infilling=False)
     clock = iter(seconds).__next__
-    answer = Answer(0, tokenizer, sampling, StopStrings(()), trimmer=trimmer, clock=clock)
+    answer = AnswerBuilder(0, tokenizer, sampling, StopStrings(()), trimmer=trimmer, clock=clock)
     lines = [output(tokenizer.encode(line)) for line in ("a\n", "b\n", "c\n")]
     last = output([*tokenizer.encode("d"), END_OF_TEXT], "stop")
     deltas = [answer.push(item) for item in (*lines, last)]

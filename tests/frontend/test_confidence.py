@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
-from midfill.frontend.answer import Answer, AnswerDelta, StopStrings
+from midfill.frontend.answer import AnswerBuilder, AnswerDelta, StopStrings
 from midfill.frontend.confidence import ConfidenceCheck
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.confidence import ConfidenceRule, Estimator
@@ -52,7 +52,7 @@ def answered(
     tokenizer: Tokenizer, check: ConfidenceCheck, *tokens: tuple[str, float], ends: bool = True
 ) -> list[AnswerDelta | None]:
     """Push one token after the other, then the end; return each one's delta."""
-    answer = Answer(0, tokenizer, SamplingParams(), StopStrings(()), check=check)
+    answer = AnswerBuilder(0, tokenizer, SamplingParams(), StopStrings(()), check=check)
     outputs = [
         output([token], logprob) for text, logprob in tokens for token in tokenizer.encode(text)
     ]

@@ -7,9 +7,9 @@ from hypothesis import given
 from tiny_checkpoints import tiny_tokenizer
 
 from midfill.engine.request import TokenLogprobs
+from midfill.frontend.answer import Answer
 from midfill.frontend.confidence import Confidence
 from midfill.frontend.generation import (
-    GeneratedAnswer,
     PromptToken,
     best_first,
     prompt_tokens,
@@ -47,10 +47,10 @@ def test_the_first_token_has_no_score_and_each_later_one_its_own() -> None:
     assert tokens[1].top[0].token_id == 70
 
 
-def generated(text: str, joint: float | None) -> GeneratedAnswer:
+def generated(text: str, joint: float | None) -> Answer:
     line = Features(joint or 0.0, 0.0, 0.0, 0.0)
     confidence = None if joint is None else Confidence(line, line, None)
-    return GeneratedAnswer(text, (), "stop", None, (), confidence)
+    return Answer(text, (), "stop", None, (), confidence)
 
 
 def test_the_most_probable_answer_comes_first_and_those_without_text_last() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import uvicorn
 
+from midfill.serving.gateway.gateway import Gateway, open_gateway
 from midfill.serving.gateway.options import GatewayOptions
-from midfill.serving.gateway.run import Gateway, open_gateway
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.listening import bind

@@ -380,7 +380,7 @@ assert judged.refused == {"sampled": 1}
 from unittest import mock
 from typer.testing import CliRunner
 from midfill.cli.app import app
-with mock.patch("midfill.serving.server.run.run_server") as run:
+with mock.patch("midfill.serving.server.startup.run_server") as run:
     done = CliRunner().invoke(app, ["serve", tiny, "--sampled", "5"])
 assert done.exit_code == 0, done.output
 assert run.call_args.args[0].sampled == 5

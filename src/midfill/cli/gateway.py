@@ -11,7 +11,7 @@ from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.options import FrontendOptions
 
 if TYPE_CHECKING:
-    from midfill.serving.gateway.run import Gateway
+    from midfill.serving.gateway.gateway import Gateway
     from midfill.serving.gateway.upstream import Upstream
 
 UpstreamModelOption = Annotated[
@@ -34,7 +34,7 @@ def gateway(
     from midfill.system.extras import require
 
     require("midfill gateway", ["aiohttp"], extra="gateway")
-    from midfill.serving.gateway.run import run_gateway
+    from midfill.serving.gateway.gateway import run_gateway
     from midfill.system.logs import configure_logs
 
     configure_logs(served["logs"])

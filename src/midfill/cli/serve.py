@@ -54,7 +54,7 @@ def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") ->
             resolve,
             resolve_adapter,
         )
-        from midfill.serving.server.run import run_server
+        from midfill.serving.server.startup import run_server
         from midfill.system.logs import configure_logs
 
     configure_logs(served["logs"])

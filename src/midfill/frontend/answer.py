@@ -1,4 +1,4 @@
-"""Answer: turns the tokens of one answer into text and finds its end.
+"""One answer: ``AnswerBuilder`` turns its tokens into text and finds its end.
 
 A healed answer begins with bytes that the text before the caret already ended with. They are not
 part of the answer's text. Tokens that stand for such bytes only count neither as generated tokens
@@ -13,7 +13,7 @@ has to be held back until it is known whether the stop string follows.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -90,6 +90,40 @@ class AnswerDelta:
             text=earlier.text + self.text,
             token_ids=earlier.token_ids + self.token_ids,
             logprobs=earlier.logprobs + self.logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        text: the answer, without the prompt.
+        token_ids: its tokens, including the one that ended it and those of healed bytes.
+        finish_reason: "stop", "length", or why the caller gave it up.
+        stop_reason: the stop string or stop token id that ended it, if one did.
+        logprobs: one entry per token of the text; empty if not asked for.
+        confidence: how sure it is; None if not asked for, or not known.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprob, ...]
+    confidence: Confidence | None = None
+
+    @classmethod
+    def join(cls, deltas: Sequence[AnswerDelta]) -> "Answer":
+        """Return a whole answer, put together from all its pieces."""
+        last = deltas[-1]
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            finish_reason=last.finish_reason or "",
+            stop_reason=last.stop_reason,
+            logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+            confidence=last.confidence,
         )
 
 
@@ -193,7 +227,7 @@ class StopScanner:
         return held
 
 
-class Answer:
+class AnswerBuilder:
     """One answer of a request: detokenises it, finds stop strings, decides when it ends.
 
     Args:

@@ -16,7 +16,7 @@ import msgspec
 
 from midfill.engine.request import EngineOutput, EngineRequest, TokenLogprobs
 from midfill.errors import GenerationError
-from midfill.frontend.answer import Answer, AnswerDelta
+from midfill.frontend.answer import AnswerBuilder, AnswerDelta
 from midfill.frontend.confidence import ConfidenceCheck, ObservedToken
 from midfill.infill.candidates import Alternative, Alternatives, Line, behind, choose
 from midfill.infill.confidence import TOP_TOKENS
@@ -36,7 +36,7 @@ class FollowUp:
     ended: Sequence[str] = ()
 
 
-MakeAnswer = Callable[[ConfidenceCheck], Answer]
+MakeAnswer = Callable[[ConfidenceCheck], AnswerBuilder]
 MakeCheck = Callable[[], ConfidenceCheck]
 
 
@@ -55,7 +55,7 @@ class _Candidate:
         failed: whether the engine can't generate it.
     """
 
-    answer: Answer
+    answer: AnswerBuilder
     check: ConfidenceCheck
     request_id: str = ""
     beginning: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class _Candidate:
 
 
 class CandidateSearch:
-    """All candidates for one answer that isn't streamed; in the place of an ``Answer``.
+    """All candidates for one answer that isn't streamed; in the place of an ``AnswerBuilder``.
 
     Args:
         count: maximum number of candidates, the first answer included.
@@ -143,7 +143,7 @@ class CandidateSearch:
 
     @property
     def mean_logprob(self) -> float:
-        """See ``Answer``."""
+        """See ``AnswerBuilder``."""
         return (self._kept or self._candidates[0]).answer.mean_logprob
 
     def owns(self, output: EngineOutput) -> bool:
@@ -172,7 +172,7 @@ class CandidateSearch:
         return self._advance()
 
     def abandon(self, reason: str) -> AnswerDelta:
-        """End the answer where it is; see ``Answer``."""
+        """End the answer where it is; see ``AnswerBuilder``."""
         self._is_withheld = True
         return (self._kept or self._candidates[0]).answer.abandon(reason)
 

@@ -10,9 +10,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from midfill.engine.request import EngineOutput, EngineRequest, TokenLogprobs
-from midfill.frontend.answer import Answer, AnswerDelta, Candidate, StopStrings, TokenLogprob
+from midfill.frontend.answer import (
+    Answer,
+    AnswerBuilder,
+    AnswerDelta,
+    Candidate,
+    StopStrings,
+)
 from midfill.frontend.candidates import CandidateSearch, FollowUp
-from midfill.frontend.confidence import Confidence, ConfidenceCheck
+from midfill.frontend.confidence import ConfidenceCheck
 from midfill.frontend.prompt import LayoutReport, Prompt
 from midfill.frontend.sampling import PostProcessing, SamplingParams
 from midfill.infill.suggestion import suggestion
@@ -110,7 +116,7 @@ class PromptGeneration:
                 lambda check: answer(0, check),
                 least,
             )
-        self._answers: Sequence[Answer | CandidateSearch] = [
+        self._answers: Sequence[AnswerBuilder | CandidateSearch] = [
             answer(index, None)
             if least is None or not prompt.infilling
             else answer(index, _confidence_check(prompt, least, tokenizer, streamed=streamed))
@@ -199,15 +205,15 @@ class PromptGeneration:
 
 def _answer_factory(
     prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer, streamed: bool
-) -> Callable[[int, ConfidenceCheck | None], Answer]:
+) -> Callable[[int, ConfidenceCheck | None], AnswerBuilder]:
     """Return what makes an answer to a prompt, given its index and its check."""
     stops = StopStrings(sampling.stops)
     trims = sampling.post_processing
     # A client whose stop string is a line break doesn't want to see one.
     unwanted = any(stop in prompt.line_break for stop in sampling.stop)
 
-    def answer(index: int, check: ConfidenceCheck | None) -> Answer:
-        return Answer(
+    def answer(index: int, check: ConfidenceCheck | None) -> AnswerBuilder:
+        return AnswerBuilder(
             index,
             tokenizer,
             sampling,
@@ -247,34 +253,16 @@ def _suggestion_of(
     return shorten
 
 
-@dataclass(frozen=True)
-class GeneratedAnswer:
-    """One answer.
-
-    Attributes:
-        text: the answer, without the prompt.
-        token_ids: its tokens, including the one that ended it and those of healed bytes.
-        finish_reason: "stop", "length", or why the caller gave it up.
-        stop_reason: the stop string or stop token id that ended it, if one did.
-        logprobs: one entry per token of the text; empty if not asked for.
-        confidence: how sure it is; None if not asked for, or not known.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stop_reason: str | int | None
-    logprobs: tuple[TokenLogprob, ...]
-    confidence: Confidence | None = None
+GeneratedAnswer = Answer  # its former name, kept for one release
 
 
-def best_first(answers: Sequence[GeneratedAnswer]) -> list[GeneratedAnswer]:
+def best_first(answers: Sequence[Answer]) -> list[Answer]:
     """Return answers by how probable their first lines are, those without text last.
 
     Those of which that isn't known stay in their order.
     """
 
-    def rank(answer: GeneratedAnswer) -> tuple[bool, float]:
+    def rank(answer: Answer) -> tuple[bool, float]:
         found = answer.confidence
         return bool(answer.text.strip()), -math.inf if found is None else found.line.joint
 
@@ -295,7 +283,7 @@ class GenerationResult:
             asked for them.
     """
 
-    answers: tuple[GeneratedAnswer, ...]
+    answers: tuple[Answer, ...]
     usage: Usage
     layout: LayoutReport | None
     empty_probability: float | None = None
@@ -352,22 +340,11 @@ def whole_answers(response: PromptGeneration, deltas: Iterable[AnswerDelta]) -> 
     for delta in deltas:
         pieces.setdefault(delta.index, []).append(delta)
     return GenerationResult(
-        answers=tuple(_join(pieces[index]) for index in sorted(pieces)),
+        answers=tuple(Answer.join(pieces[index]) for index in sorted(pieces)),
         usage=response.usage,
         layout=response.prompt.report,
         empty_probability=response.empty_probability,
         prompt_tokens=response.prompt_tokens,
-    )
-
-
-def _join(deltas: list[AnswerDelta]) -> GeneratedAnswer:
-    return GeneratedAnswer(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        finish_reason=deltas[-1].finish_reason or "",
-        stop_reason=deltas[-1].stop_reason,
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        confidence=deltas[-1].confidence,
     )
 
 

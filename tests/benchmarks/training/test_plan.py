@@ -26,8 +26,8 @@ from midfill.errors import MidfillError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill_lab.training.corpus import PACKAGE_RECORD
 from midfill_lab.training.recipe import TrainingRecipe
-from midfill_lab.training.run import finish_run
 from midfill_lab.training.run_folder import newest_checkpoint
+from midfill_lab.training.training_run import finish_run
 
 PLAN = """
 model = "tiny"

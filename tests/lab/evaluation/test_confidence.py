@@ -17,7 +17,7 @@ from midfill_lab.evaluation.confidence import (
     most_confident,
     reliability_bins,
 )
-from midfill_lab.evaluation.run import (
+from midfill_lab.evaluation.evaluate import (
     InfillingReport,
     LineEvidence,
     Outcome,

@@ -17,8 +17,8 @@ from midfill_lab.evaluation.cuts import (
     parse_distance,
     parse_distances,
 )
+from midfill_lab.evaluation.evaluate import InfillingReport, Outcome, ProblemRecord, RunOptions
 from midfill_lab.evaluation.problems import Problem
-from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 
 PRE, SUF, MID = (Sentinel(name, place) for place, name in enumerate(("<P>", "<S>", "<M>")))
 FORMAT = FimFormat("test", PRE, SUF, MID, stop=(SUF,))

@@ -19,8 +19,8 @@ from midfill_lab.evaluation.empties import (
     separation,
     smallest_threshold,
 )
+from midfill_lab.evaluation.evaluate import InfillingReport, Outcome, ProblemRecord, RunOptions
 from midfill_lab.evaluation.problems import EMPTY_TASKS, Task
-from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 
 TASKS: tuple[Task, ...] = ("missing-line", "nothing-end")
 

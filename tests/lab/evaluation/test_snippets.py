@@ -8,9 +8,9 @@ from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.request import InfillRequest
 from midfill_lab.evaluation.conditions import PromptOptions, make_prompt
+from midfill_lab.evaluation.evaluate import InfillingReport, Outcome, ProblemRecord, RunOptions
 from midfill_lab.evaluation.holes import draw_holes
 from midfill_lab.evaluation.problems import Problem
-from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 from midfill_lab.evaluation.snippets import (
     choose_snippets,
     parse_snippets,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from midfill.errors import MidfillError
+from midfill_lab.evaluation.evaluate import InfillingReport, Outcome, ProblemRecord, RunOptions
 from midfill_lab.evaluation.report import (
     comparison_tables,
     plot_report,
@@ -15,7 +16,6 @@ from midfill_lab.evaluation.report import (
     report_tables,
     write_report,
 )
-from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 from midfill_lab.evaluation.summary import (
     baseline_of,
     compare_reports,

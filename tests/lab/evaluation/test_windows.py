@@ -14,9 +14,7 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.system.progress import StageProgress
 from midfill_lab.evaluation.conditions import PromptOptions, make_prompt
-from midfill_lab.evaluation.models import Answer, ModelPrompt
-from midfill_lab.evaluation.problems import Problem, check_file_tasks
-from midfill_lab.evaluation.run import (
+from midfill_lab.evaluation.evaluate import (
     InfillingReport,
     Outcome,
     ProblemRecord,
@@ -26,6 +24,8 @@ from midfill_lab.evaluation.run import (
     load_problems,
     measure_costs,
 )
+from midfill_lab.evaluation.models import Answer, ModelPrompt
+from midfill_lab.evaluation.problems import Problem, check_file_tasks
 from midfill_lab.evaluation.windows import (
     choose_window,
     parse_windows,

@@ -14,7 +14,7 @@ from midfill_lab.training.corpus import Corpus
 from midfill_lab.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
-    from midfill_lab.training.run import TrainingRun
+    from midfill_lab.training.training_run import TrainingRun
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def recipe() -> TrainingRecipe:
 @pytest.fixture
 def start(tiny: Checkpoint, corpus: Path) -> "Callable[..., TrainingRun]":
     """Prepare a run on the tiny model: ``start(folder, recipe)``."""
-    from midfill_lab.training.run import RunInputs, prepare_run
+    from midfill_lab.training.training_run import RunInputs, prepare_run
 
     def run(
         folder: Path, recipe: TrainingRecipe, sources: Sequence[Path] = (corpus,), **inputs: object

@@ -12,13 +12,13 @@ import pytest
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill_lab.training import run
+from midfill_lab.training import training_run
 from midfill_lab.training.corpus import Corpus
 from midfill_lab.training.examples import ExampleMaker, PackedRow
 from midfill_lab.training.filters import DocumentFilter
 from midfill_lab.training.recipe import DataRecipe, TrainingRecipe
-from midfill_lab.training.run import RunInputs
 from midfill_lab.training.stream import Survey, TrainingStream, survey_stream
+from midfill_lab.training.training_run import RunInputs
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ class TestNothingToTrainOn:
 def survey(tiny: Checkpoint, format: FimFormat, corpus: Path, tokens: int) -> Survey:
     recipe = TrainingRecipe(data=DataRecipe(long_share=0.0))
     inputs = RunInputs(documents=Corpus.find([corpus], (".py",)), folder=corpus)
-    stream = run.open_stream(tiny, format, recipe, inputs)
+    stream = training_run.open_stream(tiny, format, recipe, inputs)
     return survey_stream(stream, max_tokens=tokens, samples=3)
 
 

@@ -14,9 +14,9 @@ from accelerate.state import AcceleratorState
 from midfill.errors import MidfillError
 from midfill_lab.training.export import write_adapter
 from midfill_lab.training.recipe import TrainingRecipe
-from midfill_lab.training.run import TrainingRun
 from midfill_lab.training.run_folder import StepReport, newest_checkpoint, read_loss_log
 from midfill_lab.training.trainer import resolve_precision
+from midfill_lab.training.training_run import TrainingRun
 
 Start = Callable[..., TrainingRun]
 

@@ -26,7 +26,7 @@ def test_its_libraries_are_midfills() -> None:
 
 def test_the_command_imports_no_engine() -> None:
     program = (
-        "import sys, midfill.cli.gateway_app, midfill.serving.gateway.run;"
+        "import sys, midfill.cli.gateway_app, midfill.serving.gateway.gateway;"
         "engine = {'torch', 'numba', 'llvmlite', 'gguf', 'zmq', 'safetensors'};"
         "sys.exit(bool(engine.intersection(sys.modules)))"
     )
@@ -37,7 +37,7 @@ def test_its_packages_are_all_that_is_imported() -> None:
     settings = tomllib.loads((ROOT / "distributions/gateway/pyproject.toml").read_text("utf-8"))
     packages = settings["tool"]["setuptools"]["packages"]["find"]["include"]
     program = (
-        "import sys, midfill.cli.gateway_app, midfill.serving.gateway.run;"
+        "import sys, midfill.cli.gateway_app, midfill.serving.gateway.gateway;"
         "print(*(name for name in sys.modules if name.startswith('midfill.')))"
     )
     done = subprocess.run(

@@ -23,8 +23,8 @@ from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import GUESS_SECONDS, MAX_GUESSES, KeyGuesses, KeyRing
 from midfill.serving.server.key_file import add_key, key_digest, remove_keys, set_limits
 from midfill.serving.server.limits import NO_LIMITS, TenantLimits
-from midfill.serving.server.run import run_server
 from midfill.serving.server.service import ModelService
+from midfill.serving.server.startup import run_server
 
 KEYS = ("first key", "second key", "voilà")  # in UTF-8 the last one ends like a blank
 

@@ -21,7 +21,7 @@ from tiny_checkpoints import write_tiny
 
 from midfill.config import ModelOptions
 from midfill.serving.options import ServeOptions
-from midfill.serving.server.run import run_server
+from midfill.serving.server.startup import run_server
 
 CONTEXT = 16_384
 STEP_SECONDS = 0.02  # a request for the whole context takes minutes unless it is cancelled
@@ -120,7 +120,7 @@ def test_an_adapter_is_served_and_named(tiny_folder: Path, tmp_path: Path) -> No
 SERVER_SIDE = """
 import sys
 from pathlib import Path
-from midfill.serving.server.run import open_model
+from midfill.serving.server.startup import open_model
 checkpoint = open_model(Path(sys.argv[1]), Path(sys.argv[2]))
 checkpoint.tokenizer.prepare()
 heavy = {"gguf", "llvmlite", "numba", "torch", "transformers"} & sys.modules.keys()
@@ -168,7 +168,7 @@ import os, signal
 from pathlib import Path
 from midfill.config import ModelOptions
 from midfill.serving.options import ServeOptions
-from midfill.serving.server.run import run_server
+from midfill.serving.server.startup import run_server
 
 options = ServeOptions(
     model={str(tiny_folder)!r}, port=0, options=ModelOptions(kv_memory=4_000_000, threads=1)

@@ -142,7 +142,7 @@ def test_a_collector_that_is_down_costs_one_warning(tiny_folder: Path) -> None:
 def test_nothing_is_imported_without_the_option() -> None:
     # FastAPI itself imports OpenTelemetry's API where it is installed.
     program = (
-        "import sys, midfill.serving.server.run, midfill.serving.server.app;"
+        "import sys, midfill.serving.server.startup, midfill.serving.server.app;"
         "names = 'midfill.serving.server.tracing', 'opentelemetry.sdk', 'opentelemetry.exporter';"
         "sys.exit(any(name.startswith(names) for name in sys.modules))"
     )

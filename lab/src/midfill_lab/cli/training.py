@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from midfill.models.checkpoints.checkpoint import Checkpoint
     from midfill_lab.training.corpus import Corpus
     from midfill_lab.training.recipe import TrainingRecipe
-    from midfill_lab.training.run import TrainingRun
+    from midfill_lab.training.training_run import TrainingRun
 
 SourcesArgument = Annotated[
     list[Path],
@@ -90,7 +90,7 @@ def fim(
     import torch
 
     from midfill_lab.training.corpus import Corpus
-    from midfill_lab.training.run import RunInputs, prepare_run
+    from midfill_lab.training.training_run import RunInputs, prepare_run
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -125,7 +125,7 @@ def train_and_finish(console: "Console", run: "TrainingRun", merge: Path | None 
     """Train a prepared run to its end and write what it leaves; exit with 130 if interrupted."""
     from midfill.system.machine import describe_machine
     from midfill_lab.cli.training_display import StepDisplay, print_settings
-    from midfill_lab.training.run import finish_run
+    from midfill_lab.training.training_run import finish_run
 
     print_settings(console, run)
     steps = run.trainer.recipe.steps
@@ -158,8 +158,8 @@ def data(
 
     from midfill_lab.cli.training_display import print_survey
     from midfill_lab.training.corpus import Corpus
-    from midfill_lab.training.run import RunInputs, choose_fim_format, open_stream
     from midfill_lab.training.stream import survey_stream
+    from midfill_lab.training.training_run import RunInputs, choose_fim_format, open_stream
 
     chosen = _recipe(recipe, fragments=fragments, seed=seed)
     inputs = RunInputs(

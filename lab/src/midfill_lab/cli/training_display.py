@@ -13,10 +13,10 @@ from rich.text import Text
 
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill_lab.training.examples import Example
-from midfill_lab.training.run import TrainingRun
 from midfill_lab.training.run_folder import StepReport, newest_checkpoint
 from midfill_lab.training.stream import Survey
 from midfill_lab.training.trainer import CHECKPOINTS, resolve_precision
+from midfill_lab.training.training_run import TrainingRun
 
 FRAGMENT_BORDER = "│"
 _SENTINEL, _LEARNED, _BROKEN, _BORDER = "bold cyan", "green", "dim", "bold red"

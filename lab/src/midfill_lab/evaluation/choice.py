@@ -19,9 +19,9 @@ import msgspec
 from midfill.errors import MidfillError, OptionError
 from midfill.system.machine import describe_machine
 from midfill.version import __version__
+from midfill_lab.evaluation.evaluate import InfillingReport
 from midfill_lab.evaluation.problems import Task
 from midfill_lab.evaluation.report import LEGEND, ReportTables, estimate_cell, score_rows
-from midfill_lab.evaluation.run import InfillingReport
 from midfill_lab.evaluation.summary import (
     SCORES,
     Estimate,

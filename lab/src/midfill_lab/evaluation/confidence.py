@@ -22,9 +22,9 @@ from midfill.errors import MidfillError
 from midfill.infill.confidence import ConfidenceRule, Estimator
 from midfill_lab.evaluation.choice import run_notes, split_in_halves
 from midfill_lab.evaluation.conditions import Condition
+from midfill_lab.evaluation.evaluate import InfillingReport, LineEvidence
 from midfill_lab.evaluation.problems import Task
 from midfill_lab.evaluation.report import LEGEND, ReportTables, estimate_cell
-from midfill_lab.evaluation.run import InfillingReport, LineEvidence
 from midfill_lab.evaluation.summary import Estimate, estimate_mean, tasks_of
 from midfill_lab.reporting import ResultTable
 

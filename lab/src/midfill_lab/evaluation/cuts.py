@@ -16,7 +16,7 @@ from midfill_lab.evaluation.choice import (
     choose_cheapest,
 )
 from midfill_lab.evaluation.conditions import Condition
-from midfill_lab.evaluation.run import InfillingReport
+from midfill_lab.evaluation.evaluate import InfillingReport
 
 WHOLE = "whole"
 DEFAULT_DISTANCES = "0,32,96,200,400,800,whole"

@@ -28,9 +28,9 @@ from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
 from midfill_lab.evaluation.choice import Half, run_notes, split_in_halves
 from midfill_lab.evaluation.conditions import Condition
+from midfill_lab.evaluation.evaluate import InfillingReport, Outcome
 from midfill_lab.evaluation.problems import CARET_TASKS, EMPTY_TASKS, Task
 from midfill_lab.evaluation.report import LEGEND, ReportTables, estimate_cell
-from midfill_lab.evaluation.run import InfillingReport, Outcome
 from midfill_lab.evaluation.summary import Estimate, estimate_mean, tasks_of
 from midfill_lab.reporting import ResultTable
 

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from midfill.errors import MidfillError
+from midfill_lab.evaluation.evaluate import InfillingReport
 from midfill_lab.evaluation.problems import Task
-from midfill_lab.evaluation.run import InfillingReport
 from midfill_lab.evaluation.summary import (
     SCORES,
     Comparison,

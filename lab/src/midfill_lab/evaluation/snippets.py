@@ -18,9 +18,9 @@ from midfill.errors import OptionError
 from midfill.infill.context_files import ContextFile
 from midfill_lab.evaluation.choice import MeasuredChoice, choose_unless_better
 from midfill_lab.evaluation.conditions import Condition
+from midfill_lab.evaluation.evaluate import InfillingReport
 from midfill_lab.evaluation.problems import Problem
 from midfill_lab.evaluation.report import LEGEND, estimate_cell
-from midfill_lab.evaluation.run import InfillingReport
 from midfill_lab.evaluation.source_files import SourceFile
 from midfill_lab.evaluation.summary import SCORES, estimate_difference
 from midfill_lab.reporting import ResultTable

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.errors import MidfillError
+from midfill_lab.evaluation.evaluate import InfillingReport, Outcome, ProblemRecord
 from midfill_lab.evaluation.problems import Task
-from midfill_lab.evaluation.run import InfillingReport, Outcome, ProblemRecord
 
 RESAMPLES = 4000
 

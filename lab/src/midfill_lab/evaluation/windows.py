@@ -19,8 +19,8 @@ from midfill_lab.evaluation.choice import (
     indices_of_task,
 )
 from midfill_lab.evaluation.conditions import Condition
+from midfill_lab.evaluation.evaluate import InfillingReport, Outcome
 from midfill_lab.evaluation.problems import Task
-from midfill_lab.evaluation.run import InfillingReport, Outcome
 from midfill_lab.evaluation.summary import tasks_of
 
 _FIELDS = {"opened": "tokens, opened", "moved": "caret moved", "typed": "typed"}

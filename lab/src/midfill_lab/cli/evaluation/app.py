@@ -35,8 +35,8 @@ from midfill_lab.cli.outputs import DocsOption, Outputs, PlotOption, SectionOpti
 
 if TYPE_CHECKING:
     from midfill.system.progress import Progress
+    from midfill_lab.evaluation.evaluate import InfillingReport
     from midfill_lab.evaluation.models import Model
-    from midfill_lab.evaluation.run import InfillingReport
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,7 +85,7 @@ def infilling(
     """
     from midfill.errors import OptionError
     from midfill_lab.evaluation.conditions import choose_conditions, parse_conditions, with_methods
-    from midfill_lab.evaluation.run import RunOptions, load_problems
+    from midfill_lab.evaluation.evaluate import RunOptions, load_problems
 
     if url is not None and (asked.model or asked.adapter or typed):
         raise OptionError(

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from midfill_lab.evaluation.choice import MeasuredChoice
     from midfill_lab.evaluation.conditions import Condition
     from midfill_lab.evaluation.empties import EmptyChoice
+    from midfill_lab.evaluation.evaluate import InfillingReport, RunOptions
     from midfill_lab.evaluation.models import Model
     from midfill_lab.evaluation.problems import Problem
-    from midfill_lab.evaluation.run import InfillingReport, RunOptions
 
 ScoreOption = Annotated[
     str, typer.Option(help="The score to choose by, such as similarity, exact or stops.")
@@ -138,7 +138,7 @@ def cuts(
         parse_distance,
         parse_distances,
     )
-    from midfill_lab.evaluation.run import RunOptions, load_problems
+    from midfill_lab.evaluation.evaluate import RunOptions, load_problems
 
     places = parse_distances(distances)
     check_score(score)
@@ -192,8 +192,8 @@ def windows(
     from midfill.models.checkpoints.checkpoint import WINDOW_AFTER_KEY, WINDOW_BEFORE_KEY
     from midfill.models.checkpoints.model_record import write_window
     from midfill_lab.evaluation.choice import check_score
+    from midfill_lab.evaluation.evaluate import RunOptions, load_problems
     from midfill_lab.evaluation.problems import check_file_tasks, parse_tasks
-    from midfill_lab.evaluation.run import RunOptions, load_problems
     from midfill_lab.evaluation.windows import (
         choose_window,
         parse_windows,
@@ -252,8 +252,8 @@ def snippets(
     from midfill.models.checkpoints.checkpoint import SNIPPETS_KEY
     from midfill.models.checkpoints.model_record import write_snippets
     from midfill_lab.evaluation.choice import check_score
+    from midfill_lab.evaluation.evaluate import RunOptions, load_problems
     from midfill_lab.evaluation.problems import check_file_tasks, parse_tasks
-    from midfill_lab.evaluation.run import RunOptions, load_problems
     from midfill_lab.evaluation.snippets import (
         choose_snippets,
         parse_snippets,
@@ -320,7 +320,7 @@ def empty(
         empty_conditions,
         given_empty,
     )
-    from midfill_lab.evaluation.run import RunOptions, load_problems
+    from midfill_lab.evaluation.evaluate import RunOptions, load_problems
 
     sources = _named_files(files, "Python")
     if write is not None and threshold is not None:

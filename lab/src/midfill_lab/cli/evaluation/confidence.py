@@ -84,9 +84,9 @@ def confidence(
     from midfill.errors import MidfillError, OptionError
     from midfill.models.checkpoints.model_record import write_confidence
     from midfill_lab.evaluation.confidence import CONFIDENCE_CONDITION, judge
+    from midfill_lab.evaluation.evaluate import RunOptions, load_problems
     from midfill_lab.evaluation.models import RemoteModel
     from midfill_lab.evaluation.problems import check_file_tasks, parse_tasks
-    from midfill_lab.evaluation.run import RunOptions, load_problems
 
     if not files:
         raise MidfillError("nothing to ask: name held-out source files with --files")

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from midfill.system.progress import Progress
     from midfill_lab.evaluation.conditions import Condition
+    from midfill_lab.evaluation.evaluate import InfillingReport, RunOptions
     from midfill_lab.evaluation.models import Model, ModelChoice
     from midfill_lab.evaluation.problems import Problem, Task
-    from midfill_lab.evaluation.run import InfillingReport, RunOptions
 
 HumanEvalOption = Annotated[
     Path | None,
@@ -221,8 +221,8 @@ class ResultFlags:
             options: what the report says of the run.
         """
         from midfill.cli.progress import show_progress
+        from midfill_lab.evaluation.evaluate import evaluate
         from midfill_lab.evaluation.report import write_report
-        from midfill_lab.evaluation.run import evaluate
 
         def save(report: "InfillingReport", *, finished: bool = False) -> None:
             if self.json is not None:

@@ -19,8 +19,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import AnswerDelta
-from midfill.frontend.generation import GeneratedAnswer, Usage, best_first, whole_answers
+from midfill.frontend.answer import Answer, AnswerDelta
+from midfill.frontend.generation import Usage, best_first, whole_answers
 from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import (
     MAX_LOGIT_BIASES,
@@ -365,7 +365,7 @@ class Results:
 
     def of_prefill(self, prompts: Sequence[Prompt]) -> object:
         """Return the result, or results, of a request that only computes its prompts."""
-        answer = GeneratedAnswer("", (), "length", None, ())
+        answer = Answer("", (), "length", None, ())
         results = [
             self._result(prompt, place, answer, Usage(len(prompt.token_ids)), Timings(0, 0))
             for place, prompt in enumerate(prompts)
@@ -393,14 +393,12 @@ class Results:
                 (answer,) = whole_answers(response, written[number]).answers
                 yield self._final(response.prompt, number, answer, generation)
 
-    def _final(
-        self, prompt: Prompt, number: int, answer: GeneratedAnswer, generation: Generation
-    ) -> object:
+    def _final(self, prompt: Prompt, number: int, answer: Answer, generation: Generation) -> object:
         usage = generation.responses[number // self._sampling.n].usage
         return self._result(prompt, number, answer, usage, generation.timings)
 
     def _result(
-        self, prompt: Prompt, number: int, answer: GeneratedAnswer, usage: Usage, timings: Timings
+        self, prompt: Prompt, number: int, answer: Answer, usage: Usage, timings: Timings
     ) -> Mapping[str, Any]:
         """Return a result with the fields that the client selected: all, if it selected none."""
         generated = len(answer.token_ids)

@@ -18,8 +18,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import AnswerDelta
-from midfill.frontend.generation import GeneratedAnswer, Usage
+from midfill.frontend.answer import Answer, AnswerDelta
+from midfill.frontend.generation import Usage
 from midfill.frontend.prompt import PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.formats import FimFormat
@@ -246,7 +246,7 @@ def _end(finish_reason: str, generation: Generation) -> dict[str, object]:
     return {"done": True, "done_reason": finish_reason, **cost}
 
 
-def _logprobs(answer: AnswerDelta | GeneratedAnswer) -> dict[str, object]:
+def _logprobs(answer: AnswerDelta | Answer) -> dict[str, object]:
     return (
         {"logprobs": [logprob_object(report) for report in answer.logprobs]}
         if answer.logprobs

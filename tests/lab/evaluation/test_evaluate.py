@@ -13,11 +13,11 @@ from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.system.progress import StageProgress
 from midfill_lab.evaluation.conditions import CONDITIONS, Condition, choose_conditions
+from midfill_lab.evaluation.evaluate import InfillingReport, RunOptions, evaluate, load_problems
 from midfill_lab.evaluation.metrics import score_answer
 from midfill_lab.evaluation.models import Answer, LocalModel, Model, ModelPrompt, RemoteModel
 from midfill_lab.evaluation.problems import Problem, Task, parse_tasks
 from midfill_lab.evaluation.report import read_report, write_report
-from midfill_lab.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
 
 HERE = Path(__file__).parent
 SENTINELS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
@@ -177,7 +177,7 @@ def test_a_model_is_asked_every_hole_in_every_condition(local: LocalModel, human
 def test_an_interrupted_run_is_resumed_where_it_stopped(
     local: LocalModel, humaneval: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midfill_lab.evaluation.run._BATCH_ANSWERS", 6)
+    monkeypatch.setattr("midfill_lab.evaluation.evaluate._BATCH_ANSWERS", 6)
     asked = options("single-line", "line", limit=5)
     problems = load_problems(asked, humaneval, [HERE])
     conditions = choose_conditions(["psm", "auto"], local.format)

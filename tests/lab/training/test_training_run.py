@@ -14,7 +14,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill_lab.training.corpus import Corpus
 from midfill_lab.training.recipe import TrainingRecipe
-from midfill_lab.training.run import (
+from midfill_lab.training.training_run import (
     RunInputs,
     TrainingRun,
     choose_end_token,
