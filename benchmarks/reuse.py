@@ -58,10 +58,8 @@ from midfill_lab.evaluation.metrics import is_exact_first_line
 from midfill_lab.evaluation.problems import Problem
 from midfill_lab.reporting import ResultTable, saver
 
-FULL = "none"
-"""Specification under which everything is computed that is no exact prefix."""
-FILES = "files"
-"""The kind of prompts that show files."""
+FULL = "none"  # specification under which everything is computed that is no exact prefix
+FILES = "files"  # the kind of prompts that show files
 
 
 class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Candidates: which other answers to try beside the first one, and which of them to keep.
 
-The likeliest token at each place need not lead to the likeliest line. What is wrong is decided
+The most likely token at each place need not lead to the most likely line. What is wrong is decided
 mostly by the first tokens: one of them was chosen although another was nearly as probable. So
 answers branch off there. A branch has another token at one of the first ``PLACES`` places that
 nothing prescribes, and goes on as the first answer does. It is worth trying once the first answer
@@ -60,7 +60,7 @@ class Alternatives:
 
         Args:
             logprob: the token's, given what the answer has to begin with.
-            others: (token id, log probability) of the likeliest others at its place; None where
+            others: (token id, log probability) of the most likely others at its place; None where
                 something is prescribed.
         """
         if others is not None and self._places < PLACES:
