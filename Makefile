@@ -19,6 +19,9 @@ ARGS ?=
 TARGETS ?=
 RUNS ?= 1
 CALLS ?= 100000
+# With their versions, from pyproject.toml.
+KERNEL_LIBRARIES = $(foreach name,numba numpy msgspec filelock platformdirs, \
+	$(shell sed -n "s/^ *\"\($(name)[>=].*\)\",.*/'\1'/p" pyproject.toml))
 ANSWERS ?= 2000
 
 .PHONY: serve test test-slow test-python gateway-test lint web web-check docs bench fuzz \
@@ -83,7 +86,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install 'pip>=23.3'
 
+# The kernels are compiled beside the rest of the installation: either leaves a core idle at times.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install $(KERNEL_LIBRARIES)
+	PYTHONPATH=src $(BIN)/python -P -m midfill.runners.cpu.compile_ahead & \
 	$(BIN)/python -m pip install -e .
 	touch $@
 

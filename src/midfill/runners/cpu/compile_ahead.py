@@ -1,7 +1,8 @@
 """Kernels compiled before there is a model: they are the same for all of one KV cache dtype.
 
-A first start fetches a model, which takes the network, and compiles the kernels, which takes a
-core.
+A first start fetches a model, which takes the network, and compiles the kernels, which takes the
+cores. ``python -m midfill.runners.cpu.compile_ahead`` compiles them beside an installation that
+isn't complete yet: it imports no other libraries than the Makefile's KERNEL_LIBRARIES.
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.runners.cpu.packed_model import pack_model
-from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.cpu.runner import CpuRunner, usual_kv_cache_dtype
 from midfill.stored_tensor import StoredTensor
 from midfill.system.progress import Progress
 
@@ -51,3 +52,7 @@ def compile_ahead(
         blank.config, model, kv_cache_dtype, slots=_SLOTS, threads=threads, progress=progress
     )
     runner.close()
+
+
+if __name__ == "__main__":
+    compile_ahead(usual_kv_cache_dtype("auto"))

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
-from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.rope import rope_tables
 from midfill.stored_tensor import StoredTensor
@@ -35,6 +34,9 @@ from midfill.system.files import read_ahead, release_pages
 from midfill.system.machine import available_threads
 from midfill.system.process import start_in_background
 from midfill.system.progress import Progress, ignore_progress
+
+if TYPE_CHECKING:  # kernels are compiled before its libraries are installed
+    from midfill.models.checkpoints.checkpoint import Checkpoint
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 PACKING_VERSION = 5
@@ -121,7 +123,7 @@ def unsupported_reason(config: ModelConfig) -> str | None:
 
 
 def load_packed(
-    checkpoint: Checkpoint,
+    checkpoint: "Checkpoint",
     option: WeightsOption = "auto",
     progress: Progress | None = None,
     folder: Path | None = None,
@@ -188,7 +190,7 @@ def _format_for(kind: str, option: WeightsOption) -> WeightFormat:
     return natural if exact else rounded
 
 
-def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
+def block_format(checkpoint: "Checkpoint", option: WeightsOption) -> WeightFormat:
     """Return the least precise format among the matrices of the first decoder layer."""
     names = set(checkpoint.names())
     parts = [f"layers.0.{part}.weight" for parts in _MATRICES.values() for part in parts]

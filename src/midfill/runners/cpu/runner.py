@@ -28,7 +28,6 @@ from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 from midfill.kernels.cpu.weight_formats import WeightFormat
-from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.amx import AmxUse, choose_amx
 from midfill.runners.cpu.autotune import (
@@ -49,6 +48,7 @@ from midfill.system.machine import available_threads
 from midfill.system.progress import Progress, ignore_progress
 
 if TYPE_CHECKING:
+    from midfill.models.checkpoints.checkpoint import Checkpoint  # see packed_model.py
     from midfill.runners.cpu.parts import PartAttention
 
 
@@ -58,7 +58,7 @@ def slot_bytes(config: ModelConfig, kv_cache_dtype: KVCacheDtype) -> int:
 
 
 def choose_kv_cache_dtype(
-    checkpoint: Checkpoint, weights: WeightsOption, name: KVCacheDtypeName
+    checkpoint: "Checkpoint", weights: WeightsOption, name: KVCacheDtypeName
 ) -> KVCacheDtype:
     """Return the dtype that ``name`` means for a checkpoint with such weights.
 
@@ -155,7 +155,7 @@ class CpuRunner:
     @classmethod
     def load(
         cls,
-        checkpoint: Checkpoint,
+        checkpoint: "Checkpoint",
         *,
         slots: int,
         threads: int | None = None,
