@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from benchmarks.gateway import run_gateway_process, run_stub_process
+from benchmarks.gateway_stub import MODEL
 from benchmarks.reliability.overload import Say
 from benchmarks.reliability.served import ServedModel, descriptors, resident_bytes, serve_model
 from benchmarks.report import publish
@@ -44,6 +46,7 @@ _MB = 1e6
 _SPACE = 15 * _MIB
 _TIMES = 3  # each body is sent, for the median: other programs make stalls, too
 _SECONDS = 120
+_KEY = "of-whoever-moves-kv"
 _SILENT, _BURST, _UPLOADS, _STOPPED_SECONDS, _DEADLINE_SECONDS = 2400, 6000, 60, 20, 5
 
 
@@ -56,6 +59,13 @@ class AttackReport:
     rows: Sequence[tuple[str, str, str]]
 
 
+class Process(NamedTuple):
+    """Of a server: where it listens, and its id."""
+
+    url: str
+    process_id: int
+
+
 class Body(NamedTuple):
     """A request that once held the event loop up: the attack, what it cost, where to send what."""
 
@@ -63,6 +73,7 @@ class Body(NamedTuple):
     before: str
     path: str
     data: bytes
+    headers: Mapping[str, str] = _JSON
 
 
 def _of(**fields: object) -> bytes:
@@ -104,6 +115,21 @@ def bodies() -> Iterator[Body]:
                _field('"' + "\\u00e9" * (1 << 20) + '"', ',"max_tokens":1'))  # fmt: skip
 
 
+def imports(key: str, slots: int) -> Iterator[Body]:
+    """Yield imports of KV that is none; ``slots`` are the tokens that the KV pool holds."""
+    path, headers = "/internal/kv/import", {"authorization": f"Bearer {key}"}
+    yield Body("an import of 256 MB of KV", "stall 0.25 s", path, bytes(256_000_000), headers)
+    yield Body("an import after all tokens that the KV pool holds", "stall 0.95 s",
+               f"{path}?before={slots}", bytes(4 * slots), headers)  # fmt: skip
+
+
+def chat() -> Body:
+    """Return a long chat, for a gateway."""
+    messages = [{"role": "user", "content": "a b" * (_SPACE // 3 - 99)}]
+    return Body("a chat of 15 MiB, through the gateway", "stall 0.12 s", "/v1/chat/completions",
+                _of(model=MODEL, messages=messages, max_tokens=1))  # fmt: skip
+
+
 class Watch:
     """Follows a server's memory and files, and how long ``/livez`` takes, while a block runs.
 
@@ -111,7 +137,7 @@ class Watch:
         stall, grown, files: the most seconds, bytes above those at the beginning, and open files.
     """
 
-    def __init__(self, server: ServedModel, asks: bool = True) -> None:
+    def __init__(self, server: ServedModel | Process, asks: bool = True) -> None:
         self._server, self._asks = server, asks
         self._start = resident_bytes(server.process_id)
         self._ended = threading.Event()
@@ -149,13 +175,13 @@ class Watch:
             self.stall = max(self.stall, time.perf_counter() - started)
 
 
-def _address(server: ServedModel) -> tuple[str, int]:
+def _address(server: ServedModel | Process) -> tuple[str, int]:
     parts = urlsplit(server.url)
     return parts.hostname or "", parts.port or 0
 
 
 def _post(
-    server: ServedModel,
+    server: ServedModel | Process,
     path: str,
     body: bytes,
     tls: ssl.SSLContext | None = None,
@@ -180,12 +206,12 @@ def _post(
         client.close()
 
 
-def send(server: ServedModel, body: Body) -> tuple[str, str, str]:
+def send(server: ServedModel | Process, body: Body) -> tuple[str, str, str]:
     """Send a body several times; return its row."""
     watches, status = [Watch(server) for _ in range(_TIMES)], 0
     for watch in watches:
         with watch:
-            status, _ = _post(server, body.path, body.data)
+            status, _ = _post(server, body.path, body.data, headers=body.headers)
     return body.name, body.before, f"status {status}, {_summary(watches)}"
 
 
@@ -194,7 +220,7 @@ def _summary(watches: Sequence[Watch]) -> str:
     return f"stall {stall:.2f} s, +{max(watch.grown for watch in watches) / _MB:.0f} MB"
 
 
-def _connect(server: ServedModel, count: int, held: contextlib.ExitStack) -> None:
+def _connect(server: ServedModel | Process, count: int, held: contextlib.ExitStack) -> None:
     """Begin connections, and wait for none; they are closed with ``held``."""
     for _ in range(count):
         connection = held.enter_context(socket.socket())
@@ -216,7 +242,7 @@ def silent(server: ServedModel, tls: ssl.SSLContext) -> tuple[str, str, str]:
     return name, f"{before} of log", now
 
 
-def burst(server: ServedModel) -> tuple[str, str, str]:
+def burst(server: ServedModel | Process) -> tuple[str, str, str]:
     """Open more connections than are allowed, at once."""
     with contextlib.ExitStack() as held, Watch(server, asks=False) as watch:
         _connect(server, _BURST, held)
@@ -225,7 +251,7 @@ def burst(server: ServedModel) -> tuple[str, str, str]:
     return name, "2,304 files, the most that were allowed", f"{watch.files:,} files"
 
 
-def pipeline(server: ServedModel) -> tuple[str, str, str]:
+def pipeline(server: ServedModel | Process) -> tuple[str, str, str]:
     """Send many requests on one connection, and read no answer."""
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     watches = [Watch(server) for _ in range(_TIMES)]
@@ -237,7 +263,7 @@ def pipeline(server: ServedModel) -> tuple[str, str, str]:
     return "1.5 MB of pipelined requests", "+88 to 109 MB", _summary(watches)
 
 
-def uploads(server: ServedModel) -> tuple[str, str, str]:
+def uploads(server: ServedModel | Process) -> tuple[str, str, str]:
     """Stall at the end of large uploads."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {_SPACE}\r\n"
     data = f'{head}Content-Type: application/json\r\n\r\n{{"prompt":"'.encode()
@@ -326,6 +352,12 @@ async def measure_attacks(model: str, say: Say = lambda _: None) -> AttackReport
             for body in bodies():
                 await attack(send, server, body)
             await attack(deadline, server)
+        async with serve_model(model, ["--no-idle-prefill", "--kv-transfer-key", _KEY]) as server:
+            slots = int((await server.metrics())["kv_slots"])
+            for body in imports(_KEY, slots):
+                await attack(send, server, body)
+    with run_stub_process() as stub, run_gateway_process(stub) as gateway:
+        await attack(send, Process(*gateway), chat())
     rows += await asyncio.to_thread(lambda: list(starts(model)))
     return AttackReport(model, describe_machine(), rows)
 

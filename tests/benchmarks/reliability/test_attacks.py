@@ -18,6 +18,10 @@ def test_attacks_are_refused(tmp_path: Path) -> None:
     refused = [now[each.name] for each in bodies() if "MiB" in each.name]
     assert refused, now
     assert not [result for result in refused if result.startswith(("status 5", "status 0"))], now
+    imported = {result for name, result in now.items() if name.startswith("an import")}
+    assert all(result.startswith("status 4") for result in imported), imported
+    assert len(imported) == 2
+    assert "a chat of 15 MiB, through the gateway" in now
     assert now["SIGHUP while the model loads"] == "lives"
     assert now["poisoned modules, `.numba_config.yaml` in the folder"] == "nothing"
     assert now["`--kv-memory 900GB`"] == "1 line"
