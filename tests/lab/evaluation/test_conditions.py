@@ -20,6 +20,7 @@ from midfill_lab.evaluation.conditions import (
     parse_conditions,
     split_as_typed,
     window,
+    with_candidates,
     with_methods,
 )
 from midfill_lab.evaluation.models import LocalModel, ModelPrompt
@@ -181,3 +182,27 @@ def test_conditions_are_asked_once_more_with_each_method(llm: LLM) -> None:
     assert prompts[0].text == prompts[2].text
     answers = LocalModel(llm, "tiny").answer(prompts, 12, lambda done, total: None)
     assert len({answer.text for answer in answers[::2]}) > 1
+
+
+def test_midfill_s_own_layout_is_asked_once_more_with_candidates(llm: LLM) -> None:
+    chosen = (BY_NAME["psm"], BY_NAME["auto"])
+    assert with_candidates(chosen, 1) == chosen
+    asked = with_candidates(chosen, 3)
+    assert [(one.name, one.candidates) for one in asked[2:]] == [("auto candidates=3", 3)]
+    requests = [InfillRequest(prefix=f"{word} = ", suffix="\n") for word in ("cat", "dog", "ox")]
+    prompts = [
+        ModelPrompt(request, healing=True, candidates=candidates)
+        for candidates in (1, 3)
+        for request in requests
+    ]
+    heard: list[tuple[int, int]] = []
+    answers = LocalModel(llm, "tiny").answer(prompts, 12, lambda *told: heard.append(told))
+    assert heard == [(done, 6) for done in range(1, 7)]
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    alone = [
+        llm.infill(request.prefix, request.suffix, greedy, candidates=candidates).text
+        for candidates in (1, 3)
+        for request in requests
+    ]
+    assert [answer.text for answer in answers] == alone
+    assert alone[:3] != alone[3:]

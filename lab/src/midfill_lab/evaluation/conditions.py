@@ -39,6 +39,7 @@ class Condition:
         method: compresses the prompt's KV, see ``EngineRequest``.
         snippets: how many characters of the problem's snippets to show; None shows none.
         judged: whether answers are reported with how sure they are.
+        candidates: see ``SamplingParams``.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Condition:
     method: str | None = None
     snippets: int | None = None
     judged: bool = False
+    candidates: int = 1
 
     @property
     def needs_cut(self) -> bool:
@@ -140,6 +142,21 @@ def with_methods(conditions: Sequence[Condition], methods: Sequence[str]) -> tup
         for condition in conditions
     ]
     return (*conditions, *compressed)
+
+
+def with_candidates(conditions: Sequence[Condition], candidates: int) -> tuple[Condition, ...]:
+    """Return the conditions, then once more, with candidates, those that midfill lays out itself.
+
+    "auto" with 2 is called "auto candidates=2".
+    """
+    if candidates == 1:
+        return tuple(conditions)
+    further = [
+        replace(condition, name=f"{condition.name} candidates={candidates}", candidates=candidates)
+        for condition in conditions
+        if condition.suffix == "planner"
+    ]
+    return (*conditions, *further)
 
 
 def make_prompt(

@@ -330,6 +330,7 @@ def _ask(
             condition.empty_threshold,
             condition.method,
             condition.judged,
+            condition.candidates,
         )
         for condition in conditions
         for problem in problems

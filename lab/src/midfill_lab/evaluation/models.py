@@ -76,6 +76,7 @@ class ModelPrompt:
         empty_threshold: see ``EngineRequest``; None takes what the model says.
         method: compresses the prompt's KV, see ``EngineRequest``.
         judged: whether to report how sure the answer is.
+        candidates: how many answers to try, see ``SamplingParams``.
     """
 
     text: PromptLayout | InfillRequest
@@ -84,6 +85,7 @@ class ModelPrompt:
     empty_threshold: float | None = None
     method: str | None = None
     judged: bool = False
+    candidates: int = 1
 
 
 class Model(Protocol):
@@ -143,11 +145,34 @@ class LocalModel:
         self, prompts: Sequence[ModelPrompt], max_tokens: int, progress: StageProgress
     ) -> list[Answer]:
         """See ``Model``."""
+        answers: dict[int, Answer] = {}
+        # All prompts of a call to infill_all have as many candidates.
+        for candidates in dict.fromkeys(prompt.candidates for prompt in prompts):
+            places = [place for place, each in enumerate(prompts) if each.candidates == candidates]
+            given = self._answer_with(
+                candidates,
+                [prompts[place] for place in places],
+                max_tokens,
+                lambda done, _: progress(len(answers) + done, len(prompts)),
+            )
+            answers.update(zip(places, given, strict=True))
+        return [answers[place] for place in range(len(prompts))]
+
+    def _answer_with(
+        self,
+        candidates: int,
+        prompts: Sequence[ModelPrompt],
+        max_tokens: int,
+        progress: StageProgress,
+    ) -> list[Answer]:
         from midfill.frontend.sampling import SamplingParams
 
         judged = any(prompt.judged for prompt in prompts)
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, min_confidence=0.0 if judged else None
+            temperature=0.0,
+            max_tokens=max_tokens,
+            min_confidence=0.0 if judged else None,
+            candidates=candidates,
         )
         results = self._llm.infill_all(
             [prompt.text for prompt in prompts],
@@ -225,8 +250,9 @@ class RemoteModel:
             # The text that the other conditions have; other servers ignore the field.
             window = {"window": "as-sent"} if prompt.text.window == "as-sent" else {}
             judged = {"min_confidence": 0} if prompt.judged else {}
+            tried = {"candidates": prompt.candidates} if prompt.candidates > 1 else {}
             asked = {"prompt": prompt.text.prefix, "suffix": prompt.text.suffix}
-            return {**body, **asked, "midfill": {**window, **method, **judged}}
+            return {**body, **asked, "midfill": {**window, **method, **judged, **tried}}
         text = "".join(segment.text for segment in prompt.text.segments)
         return {**body, "prompt": text, "midfill": {"layout": "verbatim", **method}}
 

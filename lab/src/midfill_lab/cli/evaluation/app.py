@@ -13,6 +13,7 @@ from midfill.config import KVCacheDtypeName
 from midfill_lab.cli.evaluation.choices import cuts, empty, snippets, windows
 from midfill_lab.cli.evaluation.confidence import confidence
 from midfill_lab.cli.evaluation.options import (
+    CandidatesOption,
     ConditionsOption,
     ContextOption,
     FilesOption,
@@ -67,6 +68,7 @@ def infilling(
     tasks: TasksOption = None,
     conditions: ConditionsOption = None,
     method: MethodsOption = None,
+    candidates: CandidatesOption = 1,
     limit: LimitOption = 200,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
@@ -81,10 +83,16 @@ def infilling(
 
     Every hole is asked in every condition: the prefix alone, PSM, SPM, EFIM cut at a random
     character, the first and the last of these with token healing, and as midfill lays prompts out.
-    With --method, each of them once more for each method of KV compression.
+    With --method, each of them once more for each method of KV compression; with --candidates,
+    the last one.
     """
     from midfill.errors import OptionError
-    from midfill_lab.evaluation.conditions import choose_conditions, parse_conditions, with_methods
+    from midfill_lab.evaluation.conditions import (
+        choose_conditions,
+        parse_conditions,
+        with_candidates,
+        with_methods,
+    )
     from midfill_lab.evaluation.evaluate import RunOptions, load_problems
 
     if url is not None and (asked.model or asked.adapter or typed):
@@ -92,7 +100,7 @@ def infilling(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
     results.earlier  # noqa: B018 - read now
-    if method and conditions is None:
+    if (method or candidates > 1) and conditions is None:
         conditions = "auto"
     names = None if conditions is None else parse_conditions(conditions)
     before, after = parse_context(context_characters)
@@ -111,8 +119,9 @@ def infilling(
     report = results.run(
         partial(_open_model, url, asked, kv_cache_dtype),
         problems,
-        lambda model: with_methods(
-            choose_conditions(names, model.format, remote=model.remote), method or ()
+        lambda model: with_candidates(
+            with_methods(choose_conditions(names, model.format, remote=model.remote), method or ()),
+            candidates,
         ),
         options,
     )

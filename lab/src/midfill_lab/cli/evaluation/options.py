@@ -18,6 +18,7 @@ from midfill.cli.options import (
 )
 from midfill.cli.values import parse_method
 from midfill.config import KVCacheDtypeName
+from midfill.infill.candidates import MAX_CANDIDATES
 from midfill_lab.cli.outputs import DocsOption, Outputs, PlotOption, earlier_run, writable
 
 if TYPE_CHECKING:
@@ -83,6 +84,14 @@ MethodsOption = Annotated[
         " server must allow it. With it, --conditions is auto by default.",
     ),
 ]
+CandidatesOption = Annotated[
+    int,
+    typer.Option(
+        min=1, max=MAX_CANDIDATES,
+        help="Ask once more, laid out by midfill, with so many answers tried where the model is"
+        " undecided. With it, --conditions is auto by default.",
+    ),
+]  # fmt: skip
 LimitOption = Annotated[
     int, typer.Option(min=0, help="Maximum holes per kind; 0 takes all (of files, a thousand).")
 ]
