@@ -27,7 +27,8 @@ from midfill.system.process import freeze_objects
 
 LIMIT = 16 << 20  # of a body, by default
 SPACE = LIMIT - 1000  # for text in one
-MAX_STALL_SECONDS = 0.5  # of processor time; 0.1 on a machine that does nothing else
+MAX_STALL_SECONDS = 0.15  # of processor time: 0.1 is promised, on slow machines it may be more
+TRIES = 3  # other programs slow this one down, too
 CONTEXT = 65_536
 TEMPLATE = "{% for message in messages %}{{ message.role }}{{ message.content }}{% endfor %}"
 LETTERS = "a b" * (SPACE // 3)
@@ -182,5 +183,8 @@ def test_no_request_holds_up_the_others(
 ) -> None:
     body = make_body()
     assert len(body) <= LIMIT
-    stall, status = longest_stall(service, path, body)
-    assert stall < MAX_STALL_SECONDS, (status, stall)
+    stalls = []
+    while len(stalls) < TRIES and min(stalls, default=MAX_STALL_SECONDS) >= MAX_STALL_SECONDS:
+        stall, status = longest_stall(service, path, body)
+        stalls.append(stall)
+    assert min(stalls) < MAX_STALL_SECONDS, (status, stalls)
