@@ -87,9 +87,10 @@ $(BIN)/python:
 	$(BIN)/python -m pip install 'pip>=23.3'
 
 # The kernels are compiled beside the rest of the installation: either leaves a core idle at times.
+# What goes wrong there is said by the server, which compiles what it lacks.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install $(KERNEL_LIBRARIES)
-	PYTHONPATH=src $(BIN)/python -P -m midfill.runners.cpu.compile_ahead & \
+	PYTHONPATH=src $(BIN)/python -P -m midfill.runners.cpu.compile_ahead >/dev/null 2>&1 & \
 	$(BIN)/python -m pip install -e .
 	touch $@
 
