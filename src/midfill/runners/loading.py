@@ -89,7 +89,8 @@ def prepare_runner(options: ModelOptions, progress: Progress | None = None) -> N
         return
     exact = options.weights == "f32" and options.kv_cache_dtype == "auto"
     kv_cache_dtype = KVCacheDtype.F32 if exact else usual_kv_cache_dtype(options.kv_cache_dtype)
-    compile_ahead(kv_cache_dtype, options.threads, progress)
+    adapted = options.adapter is not None
+    compile_ahead(kv_cache_dtype, options.threads, progress, adapted=adapted)
 
 
 def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:

@@ -10,9 +10,11 @@ from gguf.quants import quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from midfill.kernels.cpu.calls import compile_side_by_side
 from midfill.models.checkpoints.lora_merge import (
     BLOCK_LAYOUTS,
     add_to_quantized,
+    merge_calls,
     update_matrix,
 )
 from midfill.models.checkpoints.lora_update import LoraUpdate, Rounding
@@ -235,3 +237,13 @@ def test_the_result_is_reproducible(rounding: Rounding) -> None:
     tensor, update = stored("q5_1", normal(48, 64)), normal(48, 64, scale=0.1)
     first, second = (add_to_quantized(tensor, update, rounding).data for _ in range(2))
     np.testing.assert_array_equal(first, second)
+
+
+def test_what_is_compiled_ahead_is_what_merges_run() -> None:
+    calls = merge_calls()
+    compile_side_by_side(calls)
+    compiled = [list(function.signatures) for function, _ in calls]  # type: ignore[attr-defined]
+    for kind in BLOCK_LAYOUTS:
+        update = LoraUpdate(normal(2, 64), normal(5, 2, seed=1), 0.5)
+        add_to_quantized(stored(kind, normal(5, 64, seed=2)), update_matrix(update))
+    assert [list(each.signatures) for each, _ in calls] == compiled  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from midfill.kernels.cpu.clock import (
 )
 from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, DecoderWeights, Stages, Workspace
 from midfill.kernels.cpu.embedding import embed
-from midfill.kernels.cpu.jit import entry_point_from_child, kernel
+from midfill.kernels.cpu.jit import entry_point, in_child, kernel
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, touch_page, write_entry
 from midfill.kernels.cpu.linear import LinearOutput, LinearWeights, Tiling
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
@@ -392,7 +392,8 @@ def _forward(
         _compute_logits(context, config, weights, batch, hidden, workspace)
 
 
-@entry_point_from_child
+@in_child
+@entry_point
 def forward(
     thread: int, threads: int, sync: Int64Array, config: DecoderConfig, weights: DecoderWeights,
     cache: KVCache, batch: Batch, hidden: Float32Array, workspace: Workspace, stages: Stages,

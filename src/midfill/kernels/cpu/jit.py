@@ -124,16 +124,6 @@ def entry_point(function: F) -> F:
     return compiled
 
 
-def entry_point_from_child(function: F) -> F:
-    """Compile like ``entry_point`` what takes many seconds, in a process of its own.
-
-    The memory that LLVM has taken meanwhile, hundreds of megabytes, ends with that process.
-    """
-    compiled: Any = entry_point(function)
-    compiled.in_child = True
-    return cast(F, compiled)
-
-
 def compiled_for(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     """Return an entry point compiled for the types of ``arguments``, compiling it if needed.
 
@@ -153,3 +143,13 @@ def allocating_entry_point(function: F) -> F:
     compiled: Any = _compiled(function, makes_arrays=True)
     compiled._cache = CompiledCache(function, compiled_folder(), makes_arrays=True)
     return compiled
+
+
+def in_child(function: F) -> F:
+    """Let an entry point that takes seconds to compile be compiled in a process of its own.
+
+    The memory that LLVM has taken meanwhile, up to hundreds of megabytes, ends with that process.
+    """
+    compiled: Any = function
+    compiled.in_child = True
+    return cast(F, compiled)

@@ -18,7 +18,8 @@ from midfill.kernels.cpu.amx_products import (
 )
 from midfill.kernels.cpu.argmax import update_argmax
 from midfill.kernels.cpu.jit import (
-    entry_point_from_child,
+    entry_point,
+    in_child,
     inlined_kernel,
     kernel,
     optimized_first,
@@ -175,7 +176,8 @@ def _multiply_panel(
     )  # fmt: skip
 
 
-@entry_point_from_child
+@in_child
+@entry_point
 def linear(
     context: ThreadContext, x: Activations, x_at: int, weights: LinearWeights, layer: int,
     out: LinearOutput, tiling: Tiling,
@@ -244,7 +246,8 @@ def activate(x: Any, kind: int) -> Any:
     return multiply(x, subtract(one, divide(one, add(exp(add(u, u)), one))))
 
 
-@entry_point_from_child
+@in_child
+@entry_point
 def gated_linear(
     context: ThreadContext, x: Activations, x_at: int, rows: int, weights: GateUpWeights,
     layer: int, out: Activations, tiling: Tiling,

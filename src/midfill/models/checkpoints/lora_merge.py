@@ -23,8 +23,14 @@ import numpy.typing as npt
 from midfill.arrays import Float32Array
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu import simd
+from midfill.kernels.cpu.calls import EntryCall
 from midfill.kernels.cpu.halves import half_to_float
-from midfill.kernels.cpu.jit import allocating_entry_point, entry_point, kernel
+from midfill.kernels.cpu.jit import (
+    allocating_entry_point,
+    entry_point,
+    in_child,
+    kernel,
+)
 from midfill.kernels.cpu.simd import LANES
 from midfill.models.checkpoints.lora_update import (
     DEFAULT_ROUNDING,
@@ -158,10 +164,8 @@ def update_matrix(update: LoraUpdate) -> Float32Array:
     scaled = np.zeros((rank, rows), np.float32)
     scaled[:, :outputs] = update.up.T * np.float32(update.scale)
     product = np.empty((inputs, rows), np.float32)
-    down = np.ascontiguousarray(update.down.T)
-    run_over_rows(
-        _multiply, rows, scaled.reshape(-1), down.reshape(-1), rank, inputs, product.reshape(-1)
-    )
+    down = _read_only(np.ascontiguousarray(update.down.T))
+    run_over_rows(_multiply, rows, scaled.reshape(-1), down, rank, inputs, product.reshape(-1))
     return product[:, :outputs].T
 
 
@@ -185,7 +189,7 @@ def add_to_quantized(
         columns = np.pad(columns, ((0, 0), (0, missing)))
     result = source.copy()
     numbers = (layout.size, layout.bits, layout.quants_at, layout.has_minimum, float(layout.zero))
-    flat = (source.reshape(-1), columns.reshape(-1), inputs // GROUP)
+    flat = (_read_only(source), _read_only(columns), inputs // GROUP)
     if rounding == "nearest":
         extremes = np.empty((2, len(source), inputs // GROUP), np.float32)
         run_over_rows(_find_extremes, len(source), *flat, *numbers, extremes.reshape(-1))
@@ -211,6 +215,24 @@ def _write_grid(
     header[..., 0:2] = scales.astype(np.float16)[..., None].view(np.uint8)
 
 
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a flat view that can't be written: kernels are compiled for one type of it only."""
+    view = array.reshape(-1)
+    view.flags.writeable = False
+    return view
+
+
+def merge_calls() -> list[EntryCall]:
+    """Return the kernels that add an update to quants by the default rule, with arguments."""
+    floats, quants = np.zeros(LANES, np.float32), np.zeros(LANES, np.uint8)
+    given, rows = _read_only(floats.copy()), (0, LANES, LANES)
+    flat, numbers = (_read_only(quants.copy()), given, 1), (1, 4, 1, False, 0.0)
+    return [
+        (_multiply, (*rows, floats, given, 1, 1, floats)),
+        (_round_rows, (*rows, *flat, *numbers, _RULES[DEFAULT_ROUNDING], quants)),
+    ]
+
+
 def run_over_rows(function: Any, rows: int, *arguments: object) -> None:
     """Call function(first, end, rows, *arguments) for ranges that cover 0 <= row < rows.
 
@@ -234,6 +256,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(available_threads(), thread_name_prefix="rows")
 
 
+@in_child
 @entry_point
 def _multiply(
     first: int, end: int, rows: int, up: Any, down: Any, rank: int, inputs: int, product: Any
@@ -377,6 +400,7 @@ def _find_extremes(
                 extremes[(rows + row + lane) * groups + group] = largest[lane]
 
 
+@in_child
 @allocating_entry_point
 def _round_rows(
     first: int, end: int, rows: int, source: Any, update: Any, groups: int,

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from midfill.kernels.cpu.kv_cache import KVCacheDtype
+from midfill.models.checkpoints.lora_merge import merge_calls
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.runners.cpu.packed_model import pack_model
 from midfill.runners.cpu.runner import CpuRunner, usual_kv_cache_dtype
@@ -37,7 +38,11 @@ class _BlankModel:
 
 
 def compile_ahead(
-    kv_cache_dtype: KVCacheDtype, threads: int | None = None, progress: Progress | None = None
+    kv_cache_dtype: KVCacheDtype,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    *,
+    adapted: bool = False,
 ) -> None:
     """Compile, or load, what a ``CpuRunner`` of that KV cache dtype and so many threads runs.
 
@@ -45,14 +50,16 @@ def compile_ahead(
         kv_cache_dtype: how K and V are stored.
         threads: that a step runs on; None is one per available core.
         progress: called with (stage, done, total).
+        adapted: whether an adapter will be merged into the model.
     """
     blank = _BlankModel()
     model = pack_model(blank)
     runner = CpuRunner(
-        blank.config, model, kv_cache_dtype, slots=_SLOTS, threads=threads, progress=progress
-    )
+        blank.config, model, kv_cache_dtype, slots=_SLOTS, threads=threads, progress=progress,
+        compiles=merge_calls() if adapted else (),
+    )  # fmt: skip
     runner.close()
 
 
 if __name__ == "__main__":
-    compile_ahead(usual_kv_cache_dtype("auto"))
+    compile_ahead(usual_kv_cache_dtype("auto"), adapted=True)  # as the default model is

@@ -107,6 +107,7 @@ class CpuRunner:
         threads: int | None = None,
         max_rows: int = 0,
         progress: Progress | None = None,
+        compiles: Sequence[EntryCall] = (),
     ) -> None:
         """Allocate the KV cache and compile the kernels.
 
@@ -118,6 +119,7 @@ class CpuRunner:
             threads: that a step runs on; None is one per available core.
             max_rows: of most steps: memory for so many is allocated now, for more when needed.
             progress: called with (stage, done, total).
+            compiles: further kernels, compiled at the same time.
 
         Raises:
             MidfillError: see ``choose_amx``.
@@ -145,7 +147,7 @@ class CpuRunner:
         self._views: dict[int, Float32Array] = {}
         progress = progress or ignore_progress
         progress("compiling kernels, once for this chip", 0, 1)
-        self._forward = self._compile()
+        self._forward = self._compile(compiles)
         if slots < AMX_MEASURED_ROWS and amx is AmxUse.AUTO:
             amx = AmxUse.OFF
         if slots >= MEASURED_ROWS or amx is AmxUse.ON:
@@ -380,11 +382,12 @@ class CpuRunner:
         ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
         return ticks
 
-    def _compile(self) -> Callable[..., None]:
+    def _compile(self, further: Sequence[EntryCall]) -> Callable[..., None]:
         """Return the forward pass, compiled, after an empty step on this thread and one on all.
 
         The second one compiles what starts the threads, for which the first request would wait.
-        Products are compiled beside the rest of the pass, in about the same time.
+        Products, and ``further`` kernels, are compiled beside the rest of the pass, in about the
+        same time.
         """
         nothing = np.zeros(0, np.int32)
         batch = ForwardBatch(
@@ -397,7 +400,7 @@ class CpuRunner:
         )  # fmt: skip
         products = self._products()
         whole = (0, 1, self._pool.sync, self._config, *arguments)
-        compile_side_by_side(products, [(forward, whole)])
+        compile_side_by_side([*products, *further], [(forward, whole)])
         compiled = compiled_for(forward, *whole)
         addresses = [kernel_address(function, *taken) for function, taken in products]
         self._config = self._config._replace(linear=addresses[0], gated_linear=addresses[1])
