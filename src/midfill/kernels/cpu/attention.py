@@ -28,7 +28,7 @@ from midfill.kernels.cpu.attention_metadata import (
     Tile,
     find_tile,
 )
-from midfill.kernels.cpu.jit import inlined_kernel, kernel
+from midfill.kernels.cpu.jit import entry_point, in_child, inlined_kernel, kernel
 from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
@@ -207,13 +207,14 @@ def _finish_tile(
         quantize(out, at, head_dim)
 
 
-@kernel
+@in_child
+@entry_point
 def attend(
     context: ThreadContext, queries: Queries, kv: LayerKV, heads: AttentionHeads,
     metadata: AttentionMetadata, out: Activations, scratch: Float32Array, cells: Int32Array,
     partials: SoftmaxSums,
 ) -> None:  # fmt: skip
-    """Run the attention of one layer, as one phase.
+    """Run the attention of one layer, as one phase. Python calls it in tests only.
 
     With ``metadata.partials``, tiles are left in ``partials``, and ``merge_partials`` must follow.
 
@@ -257,7 +258,8 @@ def attend(
         work = next_work
 
 
-@kernel
+@in_child
+@entry_point
 def merge_partials(
     context: ThreadContext, heads: AttentionHeads, metadata: AttentionMetadata, out: Activations,
     scratch: Float32Array, cells: Int32Array, partials: SoftmaxSums,
