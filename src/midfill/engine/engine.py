@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from math import inf
 
 from midfill.arrays import Float32Array
 from midfill.engine.kv_transfer.transfers import IdentitySource
@@ -30,7 +31,7 @@ from midfill.engine.sampling.sampler import is_greedy
 from midfill.engine.sampling.vocabulary import Vocabulary
 from midfill.engine.scheduling.admission import Deadlines
 from midfill.engine.scheduling.drafting import Draft
-from midfill.engine.scheduling.scheduler import SchedulerPolicy, StepPlan
+from midfill.engine.scheduling.scheduler import Hints, ProgramId, SchedulerPolicy, StepPlan
 from midfill.engine.scheduling.step_cost import StepTimeLimit
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
@@ -63,10 +64,13 @@ class EngineOptions:
         max_running: maximum number of sequences that hold KV at a time.
         context: maximum number of tokens in a sequence, prompt and answer; None uses the model's
             own, which can't be exceeded.
+        lookahead: how many waiting sequences the policy sees at least; 0 shows it no more than it
+            could admit.
     """
 
     max_running: int = 128
     context: int | None = None
+    lookahead: int = 0
 
     def context_of(self, config: ModelConfig) -> int:
         """Return the maximum number of tokens in a sequence of a model."""
@@ -95,6 +99,7 @@ class Engine:
         kinds: SequenceOf[MethodKind] = (),
         kv_source: IdentitySource | None = None,
         warm_tier: WarmTier | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -115,6 +120,8 @@ class Engine:
             kinds: of methods beside the registered ones.
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
             warm_tier: keeps KV that may be evicted; None keeps none.
+            clock: returns the time in seconds by which requests arrive and have deadlines; None is
+                ``time.monotonic``.
 
         Raises:
             InvalidRequestError: ``method`` is of several that can't stand together.
@@ -126,7 +133,8 @@ class Engine:
         self._step_limit = step_limit
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         self._context = options.context_of(runner.config)
-        self._queues = RequestQueues(runner.slots, options.max_running)
+        self._queues = RequestQueues(runner.slots, options.max_running, options.lookahead)
+        self._clock, self._now = time.monotonic if clock is None else clock, -inf
         self._deadlines = Deadlines(self._queues.__contains__)
         self._methods = MethodKinds(runner, self._queues.pool, kinds)
         self._methods.check(method)
@@ -159,7 +167,15 @@ class Engine:
                 f"a request with id {request.request_id!r} is in flight already",
                 param="request_id",
             )
-        sequence = Sequence(request, self._next_sequence_id, max_length, self._eos_token_ids)
+        now = self._time()
+        sequence = Sequence(
+            request,
+            self._next_sequence_id,
+            max_length,
+            self._eos_token_ids,
+            arrived=now,
+            hints=_hints(request, now),
+        )
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
@@ -273,7 +289,7 @@ class Engine:
     def _expire(self) -> list[EngineOutput]:
         """End the requests that nobody waits for any more, before a step is spent on them."""
         outputs: list[EngineOutput] = []
-        for deadline in self._deadlines.take_expired(time.monotonic()):
+        for deadline in self._deadlines.take_expired(self._time()):
             for sequence in self._queues.sequences_of(deadline.request_id):
                 if deadline.whole or sequence.length == sequence.prompt_length:
                     outputs += self._queues.end(sequence, "expired")
@@ -281,9 +297,14 @@ class Engine:
 
     # --- planning ---
 
+    def _time(self) -> float:
+        """Return the time; where the clock is set back, it stands still."""
+        self._now = max(self._now, self._clock())
+        return self._now
+
     def _plan(self) -> tuple[StepPlan, Mapping[int, Draft]]:
         """Return the step's plan and, by sequence id, the drafts that were proposed for it."""
-        state = self._queues.state()
+        state = self._queues.state(self._time())
         if self._step_limit is not None:
             max_rows = self._step_limit.max_rows(state)
             if max_rows is not None:
@@ -338,6 +359,26 @@ def _facts(request: EngineRequest) -> RequestFacts:
         contexts=request.contexts,
         answers=request.sampling.n,
         scores_prompt=request.sampling.prompt_logprobs is not None,
+    )
+
+
+def _hints(request: EngineRequest, now: float) -> Hints:
+    """Return what policies see of a request's hints.
+
+    Args:
+        request: a valid request.
+        now: when it arrived.
+    """
+    given, expected = request.hints, request.hints.expected_tokens
+    if expected is not None:
+        expected = min(max(expected, 1), request.sampling.max_tokens)
+    return Hints(
+        priority=given.priority,
+        deadline=inf if request.deadline is None else request.deadline,
+        expected_tokens=expected,
+        program=ProgramId(request.tenant, given.program) if given.program else None,
+        program_arrived=now,
+        last_step=given.last_step,
     )
 
 
