@@ -1,11 +1,20 @@
 """Scheduling policies by name: each is found, and what is wrong is said in one line."""
 
-import pytest
+import random
 
+import pytest
+from toy_engine import prompt, sampling, truth
+from toy_runner import LAYERS, ToyRunner
+
+from midfill.config import ModelOptions
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.loading import lookahead, scheduler_policy
+from midfill.engine.request import EngineRequest, RequestHints
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.shortest_first import ShortestPromptFirst
 from midfill.engine.scheduling.registry import DEFAULT, POLICIES, ChosenPolicies, resolve_scheduler
 from midfill.errors import InvalidRequestError
+from serving import check_idle, request, serve
 
 
 def test_the_default_is_sarathi_serve_with_the_queue_as_it_is() -> None:
@@ -58,3 +67,26 @@ def test_what_is_wrong_is_said_in_one_line(specification: str, said: str) -> Non
         resolve_scheduler(specification)
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_answers_are_the_same_under_every_policy(name: str) -> None:
+    chance = random.Random(name)
+    options = ModelOptions(scheduler=name, token_budget=16, max_running=4)
+    one = Engine(
+        ToyRunner(180),
+        (),
+        EngineOptions(max_running=4, lookahead=lookahead(options)),
+        policy=scheduler_policy(options, LAYERS),
+    )
+    arrivals: dict[int, list[EngineRequest]] = {}
+    prompts = {str(n): prompt(chance.randint(1, 100), n % 7) for n in range(16)}
+    for name, tokens in prompts.items():
+        hints = RequestHints(priority=chance.randint(-2, 2), program=chance.choice(["", "p"]))
+        asked = request(name, tokens, sampling(), hints=hints)
+        arrivals.setdefault(chance.randint(0, 40), []).append(asked)
+    answers = serve(one, arrivals=arrivals)
+    assert {name: answers[name, 0].tokens for name in prompts} == {
+        name: truth(tokens) for name, tokens in prompts.items()
+    }
+    check_idle(one)
