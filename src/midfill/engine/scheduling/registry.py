@@ -85,6 +85,8 @@ POLICIES = {
         PolicyEntry("edf", "order", "earliest deadline first",
             "Liu and Layland, Journal of the ACM 1973",
             ".earliest_deadline", "EarliestDeadlineFirst"),
+        PolicyEntry("continuum", "order", "programs in order of arrival; their KV stays for a time",
+            "Li et al., 2025, arXiv 2511.02230", ".continuum", "Continuum"),
     )
 }  # fmt: skip
 

@@ -152,12 +152,14 @@ class Pin(NamedTuple):
         deadline: when the lock is due to be released, on the clock of ``ScheduleState.now``.
         program_arrived: when the program's first request arrived.
         slots: how many slots would become available if this pin alone were released.
+        awaited: whether it is due, and kept since the program's next request is in the queue.
     """
 
     program: ProgramId
     deadline: float
     program_arrived: float
     slots: int
+    awaited: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,41 @@ class QueueOrder(ABC):
         """Return how long ago a sequence arrived, in seconds; never negative."""
         return max(state.now - sequence.arrived, 0.0)
 
+    def sort_queue(self, state: ScheduleState) -> tuple[WaitingSequence, ...]:
+        """Return the queue with each tenant's sequences in order, in the tenant's own places."""
+        queue = state.waiting
+        if len(queue) < 2:
+            return queue
+
+        def key(sequence: WaitingSequence) -> Rank:
+            by_arrival = (sequence.arrived, sequence.sequence_id)
+            if self.age(state, sequence) > self.max_wait:
+                return (0, *by_arrival)
+            if sequence.resumed and self.resumes_first:
+                return (1, *by_arrival)
+            return (2, *self.rank(state, sequence), *by_arrival)
+
+        ranked = sorted(queue, key=key)
+        if all(sequence.tenant == queue[0].tenant for sequence in queue):
+            return tuple(ranked)
+        by_tenant: dict[str, list[WaitingSequence]] = {}
+        for sequence in reversed(ranked):
+            by_tenant.setdefault(sequence.tenant, []).append(sequence)
+        return tuple(by_tenant[sequence.tenant].pop() for sequence in queue)
+
+    def sort_running(self, state: ScheduleState) -> tuple[RunningSequence, ...]:
+        """Return what runs, with what is preempted first at the end."""
+        if type(self).rank_running is QueueOrder.rank_running:
+            return state.running
+
+        def key(sequence: RunningSequence) -> Rank:
+            by_arrival = (sequence.arrived, sequence.sequence_id)
+            if self.age(state, sequence) > self.max_wait:
+                return (0, *by_arrival)
+            return (1, *self.rank_running(state, sequence), *by_arrival)
+
+        return tuple(sorted(state.running, key=key))
+
 
 @dataclass(frozen=True)
 class OrderedAdmission:
@@ -73,40 +108,9 @@ class OrderedAdmission:
     def plan(self, state: ScheduleState) -> StepPlan:
         """Return the plan of one step."""
         return self.batching.plan(
-            replace(state, waiting=self._sorted_queue(state), running=self._sorted_running(state))
+            replace(
+                state,
+                waiting=self.order.sort_queue(state),
+                running=self.order.sort_running(state),
+            )
         )
-
-    def _sorted_queue(self, state: ScheduleState) -> tuple[WaitingSequence, ...]:
-        queue = state.waiting
-        if len(queue) < 2:
-            return queue
-        order = self.order
-
-        def key(sequence: WaitingSequence) -> Rank:
-            by_arrival = (sequence.arrived, sequence.sequence_id)
-            if order.age(state, sequence) > order.max_wait:
-                return (0, *by_arrival)
-            if sequence.resumed and order.resumes_first:
-                return (1, *by_arrival)
-            return (2, *order.rank(state, sequence), *by_arrival)
-
-        ranked = sorted(queue, key=key)
-        if all(sequence.tenant == queue[0].tenant for sequence in queue):
-            return tuple(ranked)
-        by_tenant: dict[str, list[WaitingSequence]] = {}
-        for sequence in reversed(ranked):
-            by_tenant.setdefault(sequence.tenant, []).append(sequence)
-        return tuple(by_tenant[sequence.tenant].pop() for sequence in queue)
-
-    def _sorted_running(self, state: ScheduleState) -> tuple[RunningSequence, ...]:
-        order = self.order
-        if type(order).rank_running is QueueOrder.rank_running:
-            return state.running
-
-        def key(sequence: RunningSequence) -> Rank:
-            by_arrival = (sequence.arrived, sequence.sequence_id)
-            if order.age(state, sequence) > order.max_wait:
-                return (0, *by_arrival)
-            return (1, *order.rank_running(state, sequence), *by_arrival)
-
-        return tuple(sorted(state.running, key=key))
