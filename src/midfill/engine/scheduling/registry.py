@@ -65,6 +65,8 @@ POLICIES = {
             "Agrawal et al., OSDI 2024, arXiv 2403.02310", ".sarathi_serve", "SarathiServe"),
         PolicyEntry("layered-prefill", "layers", "long prompts by groups of layers",
             "Lee et al., 2025, arXiv 2510.08055", ".layered_prefill", "LayeredPrefill"),
+        PolicyEntry("memory-centric", "batching", "admits as KV memory allows, with a reserve",
+            "Zheng et al., 2024, arXiv 2412.03594", ".memory_centric", "MemoryCentric"),
         PolicyEntry("prefill-first", "batching", "baseline: whole prompts, before any decode",
             "Kwon et al., SOSP 2023, arXiv 2309.06180", ".prefill_first", "PrefillFirst"),
         PolicyEntry("iteration-level", "batching", "baseline: whole prompts beside the decodes",
@@ -85,6 +87,8 @@ POLICIES = {
         PolicyEntry("edf", "order", "earliest deadline first",
             "Liu and Layland, Journal of the ACM 1973",
             ".earliest_deadline", "EarliestDeadlineFirst"),
+        PolicyEntry("decode-heavy", "order", "long answers to short prompts first",
+            "Zheng et al., 2024, arXiv 2412.03594", ".decode_heavy_first", "DecodeHeavyFirst"),
         PolicyEntry("continuum", "order", "programs in order of arrival; their KV stays for a time",
             "Li et al., 2025, arXiv 2511.02230", ".continuum", "Continuum"),
     )
