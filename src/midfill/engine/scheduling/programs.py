@@ -109,6 +109,8 @@ class Programs:
     """The programs that have not ended, and what was learned from all.
 
     There is a bound to how many are remembered; those that were silent for longest are forgotten.
+    Programs are their tenants' own. How long tools take and follow-ups wait is learned of all
+    tenants together: it decides for how long KV is kept, and nothing else.
 
     Args:
         cost: how long KV takes to compute.

@@ -7,6 +7,7 @@ published method per file, are found by name through ``registry.py``, and are pu
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -193,6 +194,11 @@ class ScheduleState:
     def used_slots(self) -> int:
         """Slots that sequences or pins hold: neither free nor evictable."""
         return self.total_slots - self.available_slots
+
+    @cached_property
+    def pinned_programs(self) -> frozenset[ProgramId]:
+        """The programs that have pins."""
+        return frozenset(pin.program for pin in self.pins)
 
 
 class Chunk(NamedTuple):

@@ -81,8 +81,7 @@ class Continuum(QueueOrder):
 
     def rank(self, state: ScheduleState, sequence: WaitingSequence) -> Rank:
         """Return a waiting sequence's rank."""
-        program = sequence.hints.program
-        pinned = program is not None and any(pin.program == program for pin in state.pins)
+        pinned = sequence.hints.program in state.pinned_programs
         return (not pinned, sequence.hints.program_arrived)
 
     def rank_running(self, state: ScheduleState, sequence: RunningSequence) -> Rank:
