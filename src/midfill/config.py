@@ -18,7 +18,6 @@ KVCacheDtypeName = Literal["auto", "f32", "f16", "bf16", "i8"]
 
 What "auto" means for a model, ``runners.cpu.runner.choose_kv_cache_dtype`` says.
 """
-SchedulerName = Literal["sarathi-serve", "layered-prefill"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -178,8 +177,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             otherwise bfloat16 on chips that multiply it and float16 on others; with "bf16" queries
             and softmax weights are rounded, too; "i8" has one scale per token and head.
         token_budget: maximum tokens per step; fewer where steps were measured to take long.
-        scheduler: how prompts longer than ``token_budget`` are computed beside running answers:
-            "sarathi-serve" in chunks of tokens, "layered-prefill" by groups of layers.
+        scheduler: which tokens run in a step, and who is admitted next: the policies that
+            ``engine.scheduling.registry`` finds by such a specification.
         max_running: maximum number of answers in progress; others wait.
         adapter: folder of the LoRA adapter that is merged into the model; None for none.
         speculation: verify drafts of an answer's next tokens, copied from its own text, where that
@@ -243,12 +242,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 128
     scheduler: Annotated[
-        SchedulerName,
+        str,
         Flag(
             panel="Advanced",
-            metavar="NAME",
-            help="How prompts longer than the token budget are computed beside running answers:"
-            " sarathi-serve in chunks of tokens, layered-prefill by groups of layers. Answers are"
+            kind="scheduler",
+            metavar="NAME[:OPTION=VALUE,...]",
+            help="What a step runs and who is admitted next: sarathi-serve, layered-prefill, or an"
+            " order such as shortest-first, priority or edf; see docs/scheduling.md. Answers are"
             " the same.",
         ),
     ] = "sarathi-serve"

@@ -65,6 +65,7 @@ class LoadOptions(TypedDict, total=False):
         speculation: draft tokens that copy from the text; never changes an answer.
         method: compresses the KV of every prompt, as in "cake:budget=256", or takes it from
             elsewhere, as in "cacheblend"; see ``midfill methods``.
+        scheduler: what a step runs and who is admitted next, as in "shortest-first:ageing=20".
     """
 
     backend: Backend
@@ -76,6 +77,7 @@ class LoadOptions(TypedDict, total=False):
     kv_cache_dtype: KVCacheDtypeName
     speculation: bool
     method: str
+    scheduler: str
 
 
 class InProcessEngine:

@@ -11,10 +11,12 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("serve --scheduler sarathi", "--scheduler: there is no 'sarathi'; did you mean"
-         f" sarathi-serve? {SERVE}"),
-        ("serve --scheduler foo", "--scheduler: there is no 'foo'; there are sarathi-serve,"
-         f" layered-prefill {SERVE}"),
+        ("serve --scheduler sarathi", "--scheduler: there is no scheduler 'sarathi'; did you mean"
+         f" 'sarathi-serve'? {SERVE}"),
+        ("serve --scheduler edf+priority", "--scheduler: edf and priority both decide the order;"
+         f" name one of them {SERVE}"),
+        ("serve --scheduler shortest-first:ageing=x", "--scheduler: shortest-first: ageing must be"
+         f" a number, not 'x' {SERVE}"),
         ("serve --port x", f"--port takes a whole number, not 'x' {SERVE}"),
         ("serve --port 70000", f"--port takes at most 65535, not 70000 {SERVE}"),
         ("serve --token-budget 0", f"--token-budget takes at least 1, not 0 {SERVE}"),

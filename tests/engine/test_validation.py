@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams, RequestHints
 from midfill.engine.validation import SAMPLING_RANGES, check_sampling_ranges, validate
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams, check_sampling
@@ -85,3 +85,30 @@ def test_parts_of_a_prompt_lie_within_it(fields: dict[str, object], names: str) 
     with pytest.raises(InvalidRequestError) as error:
         validate(request, VOCAB, 100)
     assert error.value.param == names
+
+
+@pytest.mark.parametrize(
+    ("hints", "said"),
+    [
+        (RequestHints(priority=2**31), "priority must be a 32-bit whole number, not 2147483648"),
+        (RequestHints(expected_tokens=-1), "expected_tokens must be at least 0, not -1"),
+        (RequestHints(program="x" * 257), "job_id has 257 characters; a program's name has at"),
+        (RequestHints(last_step=True), "is_last_step needs job_id, the program's name"),
+    ],
+)
+def test_hints_that_make_no_sense_are_refused(hints: RequestHints, said: str) -> None:
+    request = EngineRequest(
+        request_id="a", token_ids=[1], sampling=EngineSamplingParams(), hints=hints
+    )
+    with pytest.raises(InvalidRequestError) as error:
+        validate(request, VOCAB, 100)
+    assert str(error.value).startswith(said)
+    assert error.value.param == said.split()[0]
+
+
+def test_a_deadline_that_is_no_number_is_refused() -> None:
+    request = EngineRequest(
+        request_id="a", token_ids=[1], sampling=EngineSamplingParams(), deadline=math.nan
+    )
+    with pytest.raises(InvalidRequestError, match=r"^deadline must be a number, not nan"):
+        validate(request, VOCAB, 100)

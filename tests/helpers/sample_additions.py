@@ -81,23 +81,21 @@ FAMILY = Family(
 )
 '''
 
-_SCHEDULER = '''"""FewWaiting: consider no more than some of the waiting prompts in a step."""
+_SCHEDULER = '''"""LatestFirst: the last to arrive comes first."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
-from midfill.engine.scheduling.scheduler import ScheduleState, StepPlan
+from midfill.engine.scheduling.policies.ordered_admission import QueueOrder, Rank
+from midfill.engine.scheduling.scheduler import ScheduleState, WaitingSequence
 
 
 @dataclass(frozen=True)
-class FewWaiting(SarathiServe):
-    """SarathiServe with a shorter look at the queue."""
+class LatestFirst(QueueOrder):
+    """Ranks by arrival, the latest first."""
 
-    considered: int = 1
-
-    def plan(self, state: ScheduleState) -> StepPlan:
-        """Return what the next step runs."""
-        return super().plan(replace(state, waiting=tuple(state.waiting)[: self.considered]))
+    def rank(self, state: ScheduleState, sequence: WaitingSequence) -> Rank:
+        """Return a waiting sequence's rank."""
+        return (-sequence.arrived,)
 '''
 
 _METHOD = '''"""LastOnly: StreamingLLM without sinks."""
@@ -181,10 +179,10 @@ DIALECT = Dialect(routes=routes)
 '''
 
 _ANSWER = """
-def answer(method="none"):
+def answer(**options):
     from midfill import LLM, SamplingParams
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    return LLM(tiny, method=method, threads=1).infill("def f(x):\\n    return ", "\\n", params)
+    return LLM(tiny, threads=1, **options).infill("def f(x):\\n    return ", "\\n", params)
 """
 
 
@@ -223,22 +221,16 @@ assert found is not None and found.name == "sampled"
         {f"{PACKAGE}/engine/scheduling/policies/{NAME}.py": _SCHEDULER},
         (
             Entry(
-                f"{PACKAGE}/engine/loading.py",
-                f"from midfill.engine.scheduling.policies.{NAME} import FewWaiting\n",
-                "from midfill.engine.scheduling.policies.smart_spec import",
-            ),
-            Entry(
-                f"{PACKAGE}/engine/loading.py",
-                "    chunked = FewWaiting(options.token_budget, options.max_running)\n",
-                "    every_prompt = options.scheduler",
+                f"{PACKAGE}/engine/scheduling/registry.py",
+                f'        PolicyEntry("{NAME}", "order", "latest first", "nobody, 2026", '
+                f'".{NAME}", "LatestFirst"),\n',
+                '        PolicyEntry("sarathi-serve"',
             ),
         ),
         _ANSWER
         + """
-from midfill.engine.scheduling.policies.sampled import FewWaiting
-planned, plan = [], FewWaiting.plan
-FewWaiting.plan = lambda self, state: planned.append(state) or plan(self, state)
-assert answer().usage.completion_tokens == 6 and planned
+from midfill.engine.scheduling.policies.sampled import LatestFirst
+assert answer(scheduler="sampled:max_wait=5").usage.completion_tokens == 6
 """,
     ),
     "a method": Addition(
@@ -253,7 +245,7 @@ assert answer().usage.completion_tokens == 6 and planned
         ),
         _ANSWER
         + """
-assert answer("sampled:budget=8").usage.completion_tokens == 6
+assert answer(method="sampled:budget=8").usage.completion_tokens == 6
 """,
     ),
     "a kind of method": Addition(
@@ -285,7 +277,7 @@ assert answer("sampled:budget=8").usage.completion_tokens == 6
 from midfill.methods.sampled_kind.sequence import SlowSequence
 stops, barrier = [], SlowSequence.barrier
 SlowSequence.barrier = lambda self, seen: stops.append(seen.computed) or barrier(self, seen)
-assert answer("slow:tokens=2").text == answer().text and len(set(stops)) > 3
+assert answer(method="slow:tokens=2").text == answer().text and len(set(stops)) > 3
 """,
     ),
     "a client's dialect": Addition(

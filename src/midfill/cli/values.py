@@ -1,4 +1,4 @@
-"""Values of options as people write them: sizes, lists of counts, FIM tokens, windows, methods."""
+"""Values of options as people write them: sizes, lists of counts, FIM tokens, windows, names."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -108,6 +108,19 @@ def parse_allowed_method(text: str) -> str:
     from midfill.methods.registry import check_name
 
     return checked(text, check_name)
+
+
+def parse_scheduler(text: str) -> str:
+    """Return the specification of scheduling policies, checked.
+
+    Raises:
+        typer.BadParameter: there is no such policy or option, or a value doesn't fit.
+    """
+    if text == "sarathi-serve":
+        return text
+    from midfill.engine.scheduling.registry import resolve_scheduler
+
+    return checked(text, resolve_scheduler)
 
 
 def parse_codec(text: str) -> str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from math import inf
 
 from midfill.arrays import Float32Array
 from midfill.engine.kv_transfer.transfers import IdentitySource
@@ -24,15 +25,23 @@ from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
     EngineStats,
+    FinishReason,
     TenantStats,
 )
 from midfill.engine.sampling.sampler import is_greedy
 from midfill.engine.sampling.vocabulary import Vocabulary
 from midfill.engine.scheduling.admission import Deadlines
 from midfill.engine.scheduling.drafting import Draft
-from midfill.engine.scheduling.scheduler import SchedulerPolicy, StepPlan
+from midfill.engine.scheduling.scheduler import (
+    Hints,
+    ProgramId,
+    SchedulerPolicy,
+    ScheduleState,
+    StepPlan,
+)
 from midfill.engine.scheduling.step_cost import StepTimeLimit
 from midfill.engine.sequences.request_queues import RequestQueues
+from midfill.engine.sequences.retention import Retention
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence, observed_rows, schedule
 from midfill.engine.step.counters import EngineCounters, TenantCounters
@@ -63,10 +72,13 @@ class EngineOptions:
         max_running: maximum number of sequences that hold KV at a time.
         context: maximum number of tokens in a sequence, prompt and answer; None uses the model's
             own, which can't be exceeded.
+        lookahead: how many waiting sequences the policy sees at least; 0 shows it no more than it
+            could admit.
     """
 
     max_running: int = 128
     context: int | None = None
+    lookahead: int = 0
 
     def context_of(self, config: ModelConfig) -> int:
         """Return the maximum number of tokens in a sequence of a model."""
@@ -95,6 +107,8 @@ class Engine:
         kinds: SequenceOf[MethodKind] = (),
         kv_source: IdentitySource | None = None,
         warm_tier: WarmTier | None = None,
+        retention: Retention | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -115,6 +129,9 @@ class Engine:
             kinds: of methods beside the registered ones.
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
             warm_tier: keeps KV that may be evicted; None keeps none.
+            retention: keeps the KV of programs between their requests; None leaves it to the cache.
+            clock: returns the time in seconds by which requests arrive and have deadlines; None is
+                ``time.monotonic``.
 
         Raises:
             InvalidRequestError: ``method`` is of several that can't stand together.
@@ -124,9 +141,11 @@ class Engine:
         self._policy = policy
         self._speculation = speculation
         self._step_limit = step_limit
+        self._retention = retention
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         self._context = options.context_of(runner.config)
-        self._queues = RequestQueues(runner.slots, options.max_running)
+        self._queues = RequestQueues(runner.slots, options.max_running, options.lookahead)
+        self._clock, self._now = time.monotonic if clock is None else clock, -inf
         self._deadlines = Deadlines(self._queues.__contains__)
         self._methods = MethodKinds(runner, self._queues.pool, kinds)
         self._methods.check(method)
@@ -139,7 +158,12 @@ class Engine:
             runner.config.layers, self._queues, self._counters, self._tenants
         )
         self._commit = StepCommit(
-            self._queues, self._execution, self.kv_traffic, self._counters, self._tenants
+            self._queues,
+            self._execution,
+            self.kv_traffic,
+            self._counters,
+            self._tenants,
+            on_finish=self._finish_turn,
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -159,7 +183,15 @@ class Engine:
                 f"a request with id {request.request_id!r} is in flight already",
                 param="request_id",
             )
-        sequence = Sequence(request, self._next_sequence_id, max_length, self._eos_token_ids)
+        now = self._time()
+        sequence = Sequence(
+            request,
+            self._next_sequence_id,
+            max_length,
+            self._eos_token_ids,
+            arrived=now,
+            hints=self._hints(request, now),
+        )
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
@@ -189,6 +221,7 @@ class Engine:
             if len(cancelled) == len(sequence.answer_indices):
                 self.kv_traffic.forget(sequence)
                 self._undelivered += self._queues.end(sequence, "cancelled")
+                self._finish_turn(sequence, "cancelled")
             elif cancelled:
                 self._undelivered += sequence.final_outputs("cancelled", indices=cancelled)
                 remaining = [
@@ -198,7 +231,12 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return bool(self._queues or self._undelivered or self.kv_traffic)
+        return bool(self._queues or self._undelivered or self.kv_traffic) or self._is_pin_due()
+
+    def idle_seconds(self) -> float | None:
+        """How long an idle engine may sleep until ``step`` has something to do; None: for ever."""
+        deadline = None if self._retention is None else self._retention.next_deadline
+        return None if deadline is None else max(deadline - self._time(), 0.0)
 
     def step(self) -> list[EngineOutput]:
         """Run one forward pass over what the policies choose; return the new outputs.
@@ -217,10 +255,13 @@ class Engine:
             for sequence_id in plan.drop:
                 outputs += self._queues.end(self._queues.sequences[sequence_id], "cancelled")
             outputs += self._execution.apply(plan)
+            self._note_admissions(plan)
             plan = self._execution.run_method_chunks(plan, outputs)
             scheduled = schedule(plan, drafts, self._queues.sequences, self._runner.config.layers)
             if scheduled:
                 outputs += self._run(scheduled)
+        elif self._is_pin_due():
+            self._release_pins(self._queues.state(self._time()))
         self._counters.busy_seconds += time.perf_counter() - started
         return outputs
 
@@ -273,7 +314,7 @@ class Engine:
     def _expire(self) -> list[EngineOutput]:
         """End the requests that nobody waits for any more, before a step is spent on them."""
         outputs: list[EngineOutput] = []
-        for deadline in self._deadlines.take_expired(time.monotonic()):
+        for deadline in self._deadlines.take_expired(self._time()):
             for sequence in self._queues.sequences_of(deadline.request_id):
                 if deadline.whole or sequence.length == sequence.prompt_length:
                     outputs += self._queues.end(sequence, "expired")
@@ -281,9 +322,14 @@ class Engine:
 
     # --- planning ---
 
+    def _time(self) -> float:
+        """Return the time; where the clock is set back, it stands still."""
+        self._now = max(self._now, self._clock())
+        return self._now
+
     def _plan(self) -> tuple[StepPlan, Mapping[int, Draft]]:
         """Return the step's plan and, by sequence id, the drafts that were proposed for it."""
-        state = self._queues.state()
+        state = self._release_pins(self._queues.state(self._time()))
         if self._step_limit is not None:
             max_rows = self._step_limit.max_rows(state)
             if max_rows is not None:
@@ -292,6 +338,45 @@ class Engine:
         if self._speculation is None:
             return plan, {}
         return self._speculation.plan(state, plan, self._queues.sequences)
+
+    # --- programs, whose KV may be kept between their requests ---
+
+    def _hints(self, request: EngineRequest, now: float) -> Hints:
+        """Return what policies see of a new request's hints.
+
+        Args:
+            request: a valid request.
+            now: when it arrived.
+        """
+        hints = _hints(request, now)
+        if hints.program is None or self._retention is None:
+            return hints
+        arrived = self._retention.record_arrival(hints.program, now)
+        return hints._replace(program_arrived=arrived)
+
+    def _is_pin_due(self) -> bool:
+        return self._retention is not None and self._retention.is_due(self._time())
+
+    def _release_pins(self, state: ScheduleState) -> ScheduleState:
+        """Return a state without the pins that are due, or in the way; with all others."""
+        return state if self._retention is None else self._retention.release(self._queues, state)
+
+    def _note_admissions(self, plan: StepPlan) -> None:
+        if self._retention is None:
+            return
+        for chunk in plan.admit:
+            sequence = self._queues.sequences.get(chunk.sequence_id)
+            if sequence is not None:
+                self._retention.record_admission(self._queues, sequence, self._now)
+
+    def _finish_turn(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Have the KV of a finished sequence kept, where it will be needed soon.
+
+        An answer that is cancelled may have come to a stop string, which the engine doesn't know.
+        """
+        if self._retention is not None and sequence.index == 0 and sequence.decoding:
+            complete = reason in ("stop", "cancelled")
+            self._retention.finish_turn(self._queues, sequence, self._time(), complete=complete)
 
     # --- the forward pass and its results ---
 
@@ -320,7 +405,7 @@ class Engine:
         self.kv_traffic.record_step(rows, sampled - started)
         if all(entry.span is None and not _is_sparse(entry) for entry in scheduled):
             keys = sum(entry.rows * (entry.sequence.computed + entry.rows) for entry in scheduled)
-            for learner in (self._speculation, self._step_limit):
+            for learner in (self._speculation, self._step_limit, self._retention):
                 if learner is not None:
                     learner.record_step(rows, keys / rows, sampled - started)
         if self._speculation is not None:
@@ -338,6 +423,27 @@ def _facts(request: EngineRequest) -> RequestFacts:
         contexts=request.contexts,
         answers=request.sampling.n,
         scores_prompt=request.sampling.prompt_logprobs is not None,
+    )
+
+
+def _hints(request: EngineRequest, now: float) -> Hints:
+    """Return what policies see of a request's hints.
+
+    Args:
+        request: a valid request.
+        now: when it arrived.
+    """
+    given, expected = request.hints, request.hints.expected_tokens
+    named = bool(given.program) and not (request.background or request.answered)
+    if expected is not None:
+        expected = min(max(expected, 1), request.sampling.max_tokens)
+    return Hints(
+        priority=given.priority,
+        deadline=inf if request.deadline is None else request.deadline,
+        expected_tokens=expected,
+        program=ProgramId(request.tenant, given.program) if named else None,
+        program_arrived=now,
+        last_step=given.last_step,
     )
 
 

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 
+from midfill.arrays import Int32Array
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.kv_transfer.transfers import IdentitySource, layout_name
@@ -11,11 +12,16 @@ from midfill.engine.kv_transfer.warm_cache import open_warm_tier
 from midfill.engine.messages import EngineInfo
 from midfill.engine.scheduling.drafting import AcceptanceRates
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
+from midfill.engine.scheduling.policies.continuum import Continuum
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
-from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
+from midfill.engine.scheduling.programs import Programs, RebuildCost
+from midfill.engine.scheduling.registry import resolve_scheduler
 from midfill.engine.scheduling.scheduler import SchedulerPolicy
 from midfill.engine.scheduling.step_cost import StepCost, StepTimeLimit
+from midfill.engine.scheduling.tool_calls import find_tool
+from midfill.engine.sequences.retention import Retention
 from midfill.engine.step.speculation import Speculation
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.kv.blob import KvIdentity
@@ -39,6 +45,8 @@ _STEP_SECONDS = 0.075
 its own, and both together should take no more than 150 ms."""
 _SHORT_SHARE = 0.5
 """Of a step, for keystrokes beside a long prompt."""
+_LOOKAHEAD = 256
+"""Waiting sequences that a queue order sees: sorting more would take longer than it gains."""
 
 
 def load_engine(
@@ -77,10 +85,15 @@ def load_engine(
         engine = Engine(
             runner if wrap is None else wrap(runner),
             checkpoint.tokenizer.eos_token_ids,
-            EngineOptions(max_running=options.max_running, context=options.context),
+            EngineOptions(
+                max_running=options.max_running,
+                context=options.context,
+                lookahead=lookahead(options),
+            ),
             policy=scheduler_policy(options, runner.config.layers),
             speculation=speculation(options),
             step_limit=step_limit(options),
+            retention=retention(options, checkpoint.tokenizer),
             token_bytes=checkpoint.tokenizer.token_bytes,
             method=resolver.default,
             find_method=lambda name: extra[name] if name in extra else resolver.find(name),
@@ -110,10 +123,37 @@ def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:
     Args:
         options: how the model is run.
         layers: of the model.
+
+    Raises:
+        InvalidRequestError: there is no such policy.
     """
-    chunked = SarathiServe(options.token_budget, options.max_running, short_share=_SHORT_SHARE)
-    every_prompt = options.scheduler == "layered-prefill"
-    return BackgroundPrefill(LayeredPrefill(chunked, layers, every_prompt))
+    chosen = resolve_scheduler(options.scheduler)
+    chunked = chosen.build_batching(
+        options.token_budget, options.max_running, short_share=_SHORT_SHARE
+    )
+    policy: SchedulerPolicy = LayeredPrefill(chunked, layers, chosen.by_layers)
+    if chosen.order is not None:
+        policy = OrderedAdmission(policy, chosen.order)
+    return BackgroundPrefill(policy)
+
+
+def lookahead(options: ModelOptions) -> int:
+    """Return how many waiting sequences the policy chooses among; 0 if it takes the first ones."""
+    return 0 if resolve_scheduler(options.scheduler).order is None else _LOOKAHEAD
+
+
+def retention(options: ModelOptions, tokenizer: Tokenizer) -> Retention | None:
+    """Return what keeps the KV of programs between their requests; None if no policy does."""
+    order = resolve_scheduler(options.scheduler).order
+    if not isinstance(order, Continuum):
+        return None
+
+    def tool_of(token_ids: Int32Array) -> str:
+        answer = b"".join(map(tokenizer.token_bytes, token_ids.tolist()))
+        return find_tool(answer.decode("utf-8", errors="replace"))
+
+    cost = RebuildCost(StepCost(), options.token_budget)
+    return Retention(order, Programs(cost), tool_of)
 
 
 def step_limit(options: ModelOptions) -> StepTimeLimit:

@@ -58,6 +58,26 @@ class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
 
 
+class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client says of a request for whoever schedules it; ``Hints`` is what policies see.
+
+    Attributes:
+        priority: lower values run first, as in vLLM.
+        expected_tokens: how many tokens the answer will probably have; None says nothing.
+        program: names the program that the request is a step of, such as an agent's task; "" for
+            none. Names are a tenant's own.
+        last_step: whether it is the program's last request.
+    """
+
+    priority: int = 0
+    expected_tokens: int | None = None
+    program: str = ""
+    last_step: bool = False
+
+
+NO_REQUEST_HINTS = RequestHints()
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt for the engine.
 
@@ -97,6 +117,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         answered: first tokens of the answer, which another engine has generated; the answer goes on
             after them as it would have there, and they are not sent again. Whether it is empty was
             decided there: it isn't.
+        hints: what the client says of it for the scheduler.
     """
 
     request_id: str
@@ -116,6 +137,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     document: str = ""
     answered: list[int] = []
     deadline: float | None = None
+    hints: RequestHints = NO_REQUEST_HINTS
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams, RequestHints
 from midfill.errors import InvalidRequestError
 
 MAX_ANSWERS = 128
 # A constraint costs the square of its length; healing takes back a few tokens.
 _MAX_BEGINS_WITH_BYTES = 128
+_MAX_PROGRAM_NAME = 256
 _SHOWN = 60  # characters of a value in an error
 
 
@@ -164,8 +165,35 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
             param="score_from",
         )
     check_sampling_ranges(request.sampling, vocab, max_logprobs=vocab)
+    check_hints(request.hints)
+    if request.deadline is not None and math.isnan(request.deadline):
+        raise InvalidRequestError("deadline must be a number, not nan", param="deadline")
     if request.answered:
         _check_answered(request, vocab, max_length)
+
+
+def check_hints(hints: RequestHints) -> None:
+    """Refuse hints that make no sense. Those that are only exaggerated are clamped elsewhere.
+
+    Raises:
+        InvalidRequestError: names the field as clients do.
+    """
+    if not -(2**31) <= hints.priority < 2**31:
+        raise InvalidRequestError.of_field(
+            "priority", f"must be a 32-bit whole number, not {hints.priority}"
+        )
+    if hints.expected_tokens is not None and hints.expected_tokens < 0:
+        raise InvalidRequestError.of_field(
+            "expected_tokens", f"must be at least 0, not {hints.expected_tokens}"
+        )
+    if len(hints.program) > _MAX_PROGRAM_NAME:
+        raise InvalidRequestError.of_field(
+            "job_id",
+            f"has {len(hints.program)} characters; a program's name has at most"
+            f" {_MAX_PROGRAM_NAME}",
+        )
+    if hints.last_step and not hints.program:
+        raise InvalidRequestError.of_field("is_last_step", "needs job_id, the program's name")
 
 
 def _check_answered(request: EngineRequest, vocab: int, max_length: int) -> None:

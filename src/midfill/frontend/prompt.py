@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.request import (
+    NO_REQUEST_HINTS,
+    EngineRequest,
+    EngineSamplingParams,
+    RequestHints,
+)
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.confidence import START_TOKENS, ConfidenceRule
@@ -179,6 +184,7 @@ class Prompt:
         tenant: str = "",
         stream_interval: float = 0.0,
         deadline: float | None = None,
+        hints: RequestHints = NO_REQUEST_HINTS,
     ) -> EngineRequest:
         """Return the request for the engine; see ``EngineRequest`` for the arguments.
 
@@ -206,6 +212,7 @@ class Prompt:
             contexts=self.contexts,
             document=self.document,
             deadline=deadline,
+            hints=hints,
         )
 
     def background_request(self, tenant: str) -> EngineRequest:

@@ -150,17 +150,34 @@ def make_options(factory: type[Any], name: str, settings: str) -> Any:
     Raises:
         InvalidRequestError: there is no such option, or a value doesn't fit.
     """
-    known, kinds = list(defaults(factory)), get_type_hints(factory)
+    return factory(**parse_options(factory, name, settings, known=list(defaults(factory))))
+
+
+def parse_options(
+    factory: type[Any], name: str, settings: str, *, known: list[str]
+) -> dict[str, object]:
+    """Return the options that "option=value,option=value" lists, by name.
+
+    Args:
+        factory: a dataclass.
+        name: for messages.
+        settings: "" gives none.
+        known: which of the dataclass's fields are options.
+
+    Raises:
+        InvalidRequestError: there is no such option, or a value doesn't fit.
+    """
+    kinds = get_type_hints(factory)
     values: dict[str, object] = {}
     for item in filter(None, settings.split(",")):
         option, equals, text = item.partition("=")
         if option not in known:
-            nearest = nearest_name(option, known)
+            nearest = nearest_name(option, known) if known else ": it has none"
             raise InvalidRequestError(f"{name} has no option {option!r}{nearest}", param="method")
         if not equals:
             raise InvalidRequestError(f"{name}: write {option}=VALUE", param="method")
         values[option] = _parse(text, kinds[option], f"{name}: {option}")
-    return factory(**values)
+    return values
 
 
 def parse_name(specification: str) -> str:

@@ -14,7 +14,7 @@ from slowed_engines import slow_engines
 from midfill.config import ModelOptions
 from midfill.engine.messages import Cancel, FromEngine, Prepare, RequestFailed, Submit
 from midfill.engine.process.client import EngineClient
-from midfill.engine.process.main import Inbox
+from midfill.engine.process.main import Inbox, run_loop
 from midfill.engine.process.output_buffer import OutputBuffer
 from midfill.engine.process.outputs import OutputStream
 from midfill.engine.process.supervision import EngineProcess
@@ -408,3 +408,45 @@ def test_a_broken_checkpoint_is_reported_with_its_file_and_tensor(
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         asyncio.run(EngineClient(tmp_path, OPTIONS).start())
+
+
+class WokenError(Exception):
+    """An engine was stepped."""
+
+
+class SleepyEngine:
+    """An idle engine that has something to do in a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def has_work(self) -> bool:
+        return False
+
+    def idle_seconds(self) -> float:
+        return self.seconds
+
+    def step(self) -> None:
+        raise WokenError
+
+
+class SilentChannel:
+    """A channel on which nothing comes."""
+
+    def __init__(self) -> None:
+        self.waited: list[float | None] = []
+
+    def pending(self, seconds: float | None = 0.0) -> bool:
+        self.waited.append(seconds)
+        return False
+
+    def send(self, message: FromEngine) -> None:
+        raise AssertionError
+
+
+def test_an_idle_engine_wakes_up_for_what_it_has_to_do_later() -> None:
+    channel = SilentChannel()
+    buffer = OutputBuffer(lambda token_id: b"")
+    with pytest.raises(WokenError):
+        run_loop(SleepyEngine(2.5), buffer, channel)  # type: ignore[arg-type]
+    assert channel.waited == [2.5]

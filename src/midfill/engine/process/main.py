@@ -10,6 +10,7 @@ before.
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
@@ -42,6 +43,7 @@ _PROGRESS_SECONDS = 0.05  # minimum between two reports of one loading stage
 _STATS_SECONDS = 0.05  # maximum age of the server's numbers while the engine works
 _SAVE_SECONDS = 2.0  # less than the server waits for this process to end
 _MEMORY_KILL_SCORE = 300  # of 1000; a process like any other has 0
+_MAX_SLEEP_SECONDS = 3600.0  # of an idle engine that has something to do later
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
 
 _Handled = (
@@ -88,9 +90,11 @@ class _Channel:
         _, payload, _ = self.receive()
         return msgspec.msgpack.decode(payload, type=messages.Prepare | messages.Start)
 
-    def pending(self) -> bool:
-        """Whether ``receive`` would return at once."""
-        return bool(self._socket.poll(0))
+    def pending(self, seconds: float | None = 0.0) -> bool:
+        """Whether ``receive`` would return at once, or does so within some time; None: any."""
+        if seconds is None:
+            return bool(self._socket.poll())
+        return bool(self._socket.poll(math.ceil(1000.0 * min(seconds, _MAX_SLEEP_SECONDS))))
 
     def close(self) -> None:
         """Send what is queued and close the socket."""
@@ -143,7 +147,9 @@ def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoRet
     reported = 0.0
     while True:
         received = 0
-        while not engine.has_work() or (received < _MAX_MESSAGES_PER_STEP and channel.pending()):
+        while received < _MAX_MESSAGES_PER_STEP or not engine.has_work():
+            if not channel.pending(0.0 if engine.has_work() else engine.idle_seconds()):
+                break
             inbox.handle(*channel.receive())
             received += 1
         produced = engine.step()

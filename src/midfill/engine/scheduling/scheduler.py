@@ -1,14 +1,55 @@
 """The language of scheduling: what policies see (ScheduleState) and what they decide (StepPlan).
 
 A policy is a pure function; the engine applies plans. Policies live in ``policies``, one
-published method per file, and are put together in ``engine/loading.py``.
+published method per file, are found by name through ``registry.py``, and are put together in
+``engine/loading.py``.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 from typing import Literal, NamedTuple, Protocol
 
 from midfill.kv.radix_cache import CachedPrefix
+
+
+class ProgramId(NamedTuple):
+    """Names a program: several requests, one after the other, of which each continues the last.
+
+    Attributes:
+        tenant: whose it is.
+        name: what the tenant calls it.
+    """
+
+    tenant: str
+    name: str
+
+
+class Hints(NamedTuple):
+    """What a client says of its request. Wrong hints cost speed, never correctness.
+
+    Attributes:
+        priority: lower values run first, as in vLLM.
+        deadline: when the client gives up, on the clock of ``ScheduleState.now``; infinity is
+            never.
+        expected_tokens: how many tokens the answer will probably have, at least 1 and at most what
+            the request allows; None if nobody knows.
+        program: the program that the request belongs to; None if it belongs to none.
+        program_arrived: when the program's first request arrived; the request's own arrival where
+            it has no program.
+        last_step: whether it is the program's last request.
+    """
+
+    priority: int = 0
+    deadline: float = inf
+    expected_tokens: int | None = None
+    program: ProgramId | None = None
+    program_arrived: float = 0.0
+    last_step: bool = False
+
+
+NO_HINTS = Hints()
 
 
 class RunningSequence(NamedTuple):
@@ -26,6 +67,8 @@ class RunningSequence(NamedTuple):
         layer_tokens: how many tokens are on their way through the layers.
         next_layer: how many layers these have gone through.
         atomic_tokens: how many tokens it runs next in one step or not at all; 0: any number.
+        arrived: when its request arrived, on the clock of ``ScheduleState.now``.
+        hints: what its client says of it.
     """
 
     sequence_id: int
@@ -37,6 +80,8 @@ class RunningSequence(NamedTuple):
     layer_tokens: int = 0
     next_layer: int = 0
     atomic_tokens: int = 0
+    arrived: float = 0.0
+    hints: Hints = NO_HINTS
 
     @property
     def remaining(self) -> int:
@@ -55,6 +100,10 @@ class WaitingSequence(NamedTuple):
         atomic_tokens: how many tokens after its cached prefix run in one step or not at all; 0: any
             number.
         slots: how many it takes at its admission; None is one for each token that is not cached.
+        tenant: whose it is. Tenants take turns, which no policy changes.
+        arrived: when its request arrived, on the clock of ``ScheduleState.now``.
+        resumed: whether it has run before, and was preempted.
+        hints: what its client says of it.
     """
 
     sequence_id: int
@@ -62,6 +111,10 @@ class WaitingSequence(NamedTuple):
     prefill: Literal["any", "layers", "chunks"] = "any"
     atomic_tokens: int = 0
     slots: int | None = None
+    tenant: str = ""
+    arrived: float = 0.0
+    resumed: bool = False
+    hints: Hints = NO_HINTS
 
     def needs(self, cached: CachedPrefix) -> int:
         """Return how many of the available slots its admission takes.
@@ -92,6 +145,24 @@ class CacheView(Protocol):
         """Return how many slots preempting these running sequences would make available."""
 
 
+class Pin(NamedTuple):
+    """The KV of a program whose next request has not arrived: it is locked until its deadline.
+
+    Attributes:
+        program: the program.
+        deadline: when the lock is due to be released, on the clock of ``ScheduleState.now``.
+        program_arrived: when the program's first request arrived.
+        slots: how many slots would become available if this pin alone were released.
+        awaited: whether it is due, and kept since the program's next request is in the queue.
+    """
+
+    program: ProgramId
+    deadline: float
+    program_arrived: float
+    slots: int
+    awaited: bool = False
+
+
 @dataclass(frozen=True)
 class ScheduleState:
     """What a policy may look at.
@@ -104,6 +175,9 @@ class ScheduleState:
         background: prompts to be cached when the engine is idle, oldest first.
         max_rows: how many rows a step with prompts may have, so that a request that arrives
             meanwhile doesn't wait long; None where steps are not known to be slow.
+        now: the time in seconds, on a clock that never runs backwards.
+        total_slots: size of the KV pool in slots.
+        pins: KV that is locked for programs whose next request is awaited.
     """
 
     running: tuple[RunningSequence, ...]
@@ -112,6 +186,19 @@ class ScheduleState:
     cache: CacheView
     background: tuple[WaitingSequence, ...] = ()
     max_rows: int | None = None
+    now: float = 0.0
+    total_slots: int = 0
+    pins: tuple[Pin, ...] = ()
+
+    @property
+    def used_slots(self) -> int:
+        """Slots that sequences or pins hold: neither free nor evictable."""
+        return self.total_slots - self.available_slots
+
+    @cached_property
+    def pinned_programs(self) -> frozenset[ProgramId]:
+        """The programs that have pins."""
+        return frozenset(pin.program for pin in self.pins)
 
 
 class Chunk(NamedTuple):

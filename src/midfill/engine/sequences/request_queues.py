@@ -33,12 +33,14 @@ class RequestQueues:
         on_release: called with a sequence before it leaves its KV to the cache.
     """
 
-    def __init__(self, slots: int, max_running: int) -> None:
+    def __init__(self, slots: int, max_running: int, lookahead: int = 0) -> None:
         """Create empty queues.
 
         Args:
             slots: size of the KV pool in tokens.
             max_running: maximum number of sequences that hold slots at a time.
+            lookahead: how many queued sequences a policy sees at least, even if fewer could be
+                admitted, so that it can choose among them.
         """
         self.pool = KVPool(slots)
         self.sequences: dict[int, Sequence] = {}
@@ -48,6 +50,7 @@ class RequestQueues:
         self.loading: list[Sequence] = []
         self.on_release: Callable[[Sequence], None] = lambda sequence: None
         self._max_running = max_running
+        self._lookahead = lookahead
         self._sequence_ids: dict[str, set[int]] = {}
 
     def __bool__(self) -> bool:
@@ -65,15 +68,23 @@ class RequestQueues:
             for sequence_id in sorted(self._sequence_ids.get(request_id, ()))
         ]
 
-    def state(self) -> ScheduleState:
-        """Return what a policy may look at: of the queue, only as many as a step could admit."""
+    def state(self, now: float = 0.0) -> ScheduleState:
+        """Return what a policy may look at.
+
+        Of the queue, these are as many sequences as a step could admit, or as ``lookahead`` says.
+
+        Args:
+            now: the time, on the clock by which sequences have arrived.
+        """
         places = self._max_running - len(self.running)
         return ScheduleState(
             running=tuple(_running(sequence) for sequence in self.running),
-            waiting=self._queued(self.waiting.head(places)),
+            waiting=self._queued(self.waiting.head(places, self._lookahead)),
             available_slots=self.pool.available,
             cache=_QueueCacheView(self.pool, self.sequences),
             background=self._queued(self.background),
+            now=now,
+            total_slots=self.pool.slots.total,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -188,6 +199,10 @@ class RequestQueues:
                 sequence.prefill,
                 self._next_chunk(sequence),
                 sequence.method.slots_needed(sequence.length),
+                sequence.tenant,
+                sequence.arrived,
+                sequence.cached_tokens is not None,
+                sequence.hints,
             )
             for sequence in sequences
         )
@@ -273,6 +288,8 @@ def _running(sequence: Sequence) -> RunningSequence:
         0 if rows is None else rows.tokens,
         0 if rows is None else rows.next_layer,
         sequence.method.atomic_tokens(sequence.computed),
+        sequence.arrived,
+        sequence.hints,
     )
 
 

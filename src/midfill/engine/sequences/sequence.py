@@ -17,6 +17,7 @@ from midfill.engine.request import (
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
 from midfill.engine.sampling.sampler import RandomStream, needs_only_argmax
 from midfill.engine.scheduling.drafting import Calibration
+from midfill.engine.scheduling.scheduler import NO_HINTS, Hints
 from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.sequence_method import NO_METHOD, Prefill, SequenceMethod
@@ -69,12 +70,15 @@ class Sequence:
         needs_only_argmax: whether its tokens are those of the largest logits, where it is not
             restricted to others.
         random_stream: the random numbers that its tokens are sampled with.
+        arrived: when its request arrived, on the engine's clock.
+        hints: what its client says of it, as policies see it.
     """
 
     __slots__ = (
         "_tokens",
         "admitted",
         "answer_indices",
+        "arrived",
         "background",
         "by_layers",
         "cached_tokens",
@@ -85,6 +89,7 @@ class Sequence:
         "decoding",
         "empty_check",
         "empty_probability",
+        "hints",
         "interrupted",
         "kv",
         "layer_rows",
@@ -112,6 +117,8 @@ class Sequence:
         sequence_id: int,
         max_length: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        arrived: float = 0.0,
+        hints: Hints = NO_HINTS,
     ) -> None:
         """Create the sequence of a request.
 
@@ -120,6 +127,8 @@ class Sequence:
             sequence_id: the first of ``sampling.n`` consecutive ids that the answers will have.
             max_length: maximum number of tokens that the context and the KV pool allow.
             eos_token_ids: the model's end tokens.
+            arrived: when the request arrived, on the engine's clock.
+            hints: what its client says of it, as policies see it.
         """
         self.request_id = request.request_id
         self.tenant = request.tenant
@@ -153,6 +162,8 @@ class Sequence:
         if request.sampling.prompt_logprobs is not None and not request.background:
             self.prompt_logprobs = []
         self.score_from = request.score_from
+        self.arrived = arrived
+        self.hints = hints
         self.calibration = Calibration()
         self.random_stream = RandomStream(request.sampling.seed)
         # Allocated once for the whole answer; the operating system backs it with memory as it

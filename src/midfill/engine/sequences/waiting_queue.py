@@ -7,6 +7,7 @@ from midfill.engine.scheduling.policies.deficit_round_robin import DeficitRoundR
 from midfill.engine.sequences.sequence import Sequence
 
 _MAX_CHOSEN = 16  # of several tenants; a step admits fewer, or the next one continues
+_MAX_CHOSEN_BY_POLICY = 64  # the same where a policy chooses among them
 
 
 class WaitingQueue:
@@ -86,9 +87,15 @@ class WaitingQueue:
         counts.update(sequence.tenant for sequence in self._resuming.values())
         return counts
 
-    def head(self, limit: int) -> list[Sequence]:
-        """Return the sequences to admit next, at most ``limit``; at least one if there is any."""
-        limit = max(limit, 1)
+    def head(self, limit: int, lookahead: int = 0) -> list[Sequence]:
+        """Return the sequences to admit next; at least one if there is any.
+
+        Args:
+            limit: maximum number of sequences.
+            lookahead: for a policy that chooses among more than it can admit: up to so many where
+                that is more.
+        """
+        limit = max(limit, lookahead, 1)
         if not self._turns and not self._resuming:
             return []
         chosen = [
@@ -103,7 +110,8 @@ class WaitingQueue:
             ]
         self._turns = turns = self._policy.advance(self._turns)
         queues = {tenant: iter(queued.values()) for tenant, queued in self._new.items()}
-        limit = min(limit, len(chosen) + _MAX_CHOSEN)
+        most = _MAX_CHOSEN if not lookahead else _MAX_CHOSEN_BY_POLICY
+        limit = min(limit, len(chosen) + most)
         while turns and len(chosen) < limit:
             turns = self._policy.advance(turns)
             tenant = turns[0].tenant

@@ -1,10 +1,10 @@
 """StepCommit: takes over what a step has computed and sampled."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from midfill.engine.kv_transfer.warm_cache import KvTraffic
-from midfill.engine.request import EngineOutput
+from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence
@@ -21,6 +21,8 @@ class StepCommit:
         execution: preempts sequences.
         kv_traffic: is told of prompts whose KV is there.
         counters, tenants: count what was done.
+        on_finish: called with each sequence whose answer has ended, and why, once it has released
+            its slots.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class StepCommit:
         kv_traffic: KvTraffic,
         counters: EngineCounters,
         tenants: TenantCounters,
+        on_finish: Callable[[Sequence, FinishReason], None],
     ) -> None:
+        self._on_finish = on_finish
         self._queues = queues
         self._execution = execution
         self._kv_traffic = kv_traffic
@@ -158,4 +162,5 @@ class StepCommit:
             sequence.method.rolled_back(sequence.computed)
         if verification.finish_reason is not None:
             self._queues.finish(sequence)
+            self._on_finish(sequence, verification.finish_reason)
         return verification.output()

@@ -14,7 +14,12 @@ from weakref import WeakSet, WeakValueDictionary
 import msgspec
 
 from midfill.engine.process.outputs import OutputStream
-from midfill.engine.request import EngineOutput, EngineRequest
+from midfill.engine.request import (
+    NO_REQUEST_HINTS,
+    EngineOutput,
+    EngineRequest,
+    RequestHints,
+)
 from midfill.errors import DeadlineError, InvalidRequestError, UnavailableError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GenerationResult, PromptGeneration, Usage, whole_answers
@@ -96,6 +101,7 @@ class Generation:
         arrived: float | None = None,
         deadline: float | None = None,
         streamed: bool = False,
+        hints: RequestHints = NO_REQUEST_HINTS,
     ) -> None:
         """Prepare the requests; ``deltas`` submits them.
 
@@ -113,6 +119,7 @@ class Generation:
             arrived: when it arrived, by ``time.perf_counter``; None: now.
             deadline: when its client gives up, by ``time.monotonic``; None: never.
             streamed: whether answers are shown while they arrive.
+            hints: what its client says of it for the scheduler.
         """
         self._engine = engine
         self._metrics = metrics
@@ -127,7 +134,9 @@ class Generation:
         # Clients choose request ids, so they may be used twice.
         identity = f"{request_id}-{uuid.uuid4().hex}".lstrip("-")
         self._requests = [
-            prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval, deadline)
+            prompt.request(
+                f"{identity}-{index}", sampling, tenant, stream_interval, deadline, hints
+            )
             for index, prompt in enumerate(prompts)
         ]
         self._places = {request.request_id: i for i, request in enumerate(self._requests)}

@@ -32,6 +32,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from midfill.engine.request import NO_REQUEST_HINTS, RequestHints
 from midfill.engine.scheduling.admission import NEW_DOCUMENT
 from midfill.errors import DeadlineError, QueueFullError, StoppingError
 from midfill.frontend.generation import PromptGeneration
@@ -403,6 +404,7 @@ class ModelService:
         *,
         streamed: bool,
         supersedes: str | None = None,
+        hints: RequestHints = NO_REQUEST_HINTS,
     ) -> Generation:
         """Prepare the generation of answers; iterating over its deltas starts it.
 
@@ -413,6 +415,7 @@ class ModelService:
             streamed: whether answers are reported before they end.
             supersedes: the client's name for a document whose older requests end now, if they gave
                 the name, too, and are for another text; None ends none, and this one is not ended.
+            hints: what the client says of the request for the scheduler.
 
         Raises:
             StoppingError: the server is about to end.
@@ -439,6 +442,7 @@ class ModelService:
             arrived=None if record is None else record.arrived,
             deadline=None if record is None else record.deadline(default_timeout),
             streamed=streamed,
+            hints=hints,
         )
         self._generations.add(generation)
         if record is not None:

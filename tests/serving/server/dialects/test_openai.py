@@ -5,9 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from running_server import RunningServer, start
+
+from midfill.engine.request import RequestHints
+from midfill.serving.server.dialects.openai import GenerationFields
 
 MESSAGES: Any = [
     {"role": "system", "content": "You are brief."},
@@ -130,3 +134,27 @@ def test_the_api_describes_itself(server: RunningServer) -> None:
     schema = server.get("/openapi.json").json()
     assert "suffix" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
     assert "/v1/chat/completions" in schema["paths"]
+
+
+def test_what_clients_say_for_the_scheduler() -> None:
+    given = {"priority": -2, "job_id": "task", "is_last_step": True, "expected_tokens": 10**9}
+    hints = RequestHints(priority=-2, program="task", last_step=True, expected_tokens=10**9)
+    assert msgspec.convert(given, GenerationFields).hints() == hints
+    nothing = dict.fromkeys(given)
+    assert msgspec.convert(nothing, GenerationFields).hints() == RequestHints()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_hints_that_make_no_sense_are_refused(server: RunningServer, path: str) -> None:
+    body = {"messages": MESSAGES, "prompt": "a", "max_tokens": 2}
+    for hints, said in (
+        ({"is_last_step": True}, "is_last_step needs job_id, the program's name"),
+        ({"expected_tokens": -3}, "expected_tokens must be at least 0, not -3"),
+        ({"priority": 2**40}, f"priority must be a 32-bit whole number, not {2**40}"),
+    ):
+        refused = server.post(path, {**body, **hints})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["message"]) == (said.split()[0], said)
+    served = server.post(path, {**body, "priority": 3, "job_id": "x", "expected_tokens": 0})
+    assert served.status_code == 200

@@ -13,6 +13,8 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
+from midfill.engine.request import RequestHints
+from midfill.engine.validation import check_hints
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
 from midfill.frontend.generation import Usage
@@ -36,7 +38,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class GenerationFields(msgspec.Struct, kw_only=True):
     """Fields of both endpoints; null always means the default.
 
-    The fields from ``top_k`` to ``include_stop_str_in_output`` are vLLM's additions.
+    The fields from ``top_k`` to ``priority`` are vLLM's additions, and ``job_id`` and
+    ``is_last_step`` those of Continuum's version of it.
     """
 
     model: str | None = None
@@ -59,6 +62,25 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    job_id: str | None = None
+    is_last_step: bool | None = None
+    expected_tokens: int | None = None
+
+    def hints(self) -> RequestHints:
+        """Return what the fields say for the scheduler.
+
+        Raises:
+            InvalidRequestError: a value makes no sense.
+        """
+        hints = RequestHints(
+            priority=self.priority or 0,
+            expected_tokens=self.expected_tokens,
+            program=self.job_id or "",
+            last_step=bool(self.is_last_step),
+        )
+        check_hints(hints)
+        return hints
 
     def sampling(self, *, default_max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters that the fields ask for, not yet checked."""
@@ -211,11 +233,13 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         body = await read_json(request, ChatRequest, service.max_body_bytes)
         model = service.check_model(body.model)
         _refuse_unsupported(body)
-        sampling = _sampling(body, service)
+        sampling, hints = _sampling(body, service), body.hints()
         check_message_count(len(body.messages))
         messages = [message.fields() for message in body.messages]
         prompts = await service.encode([PromptSource(messages=messages, tenant=tenant)])
-        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
+        generation = service.generate(
+            prompts, sampling, tenant, streamed=bool(body.stream), hints=hints
+        )
         answer = _ChatResponse(body, generation, model)
         if body.stream:
             return EventStream(answer.events())

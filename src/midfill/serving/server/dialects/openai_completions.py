@@ -206,7 +206,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
                 seed=body.seed,
             )
         model = service.check_model(body.model)
-        sampling = _sampling(body, service)
+        sampling, hints = _sampling(body, service), body.hints()
         superseded = body.midfill.superseded if body.midfill is not None else None
         _check_method(body, service)
         prompts = await service.encode(_prompt_sources(body, service, tenant))
@@ -218,6 +218,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             tenant,
             streamed=bool(body.stream),
             supersedes=superseded,
+            hints=hints,
         )
         answer = _CompletionResponse(generation, model, body)
         if body.midfill is not None and body.midfill.report == "tokens":
