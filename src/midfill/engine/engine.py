@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from midfill.arrays import Float32Array
 from midfill.engine.kv_transfer.transfers import IdentitySource
@@ -53,6 +54,16 @@ from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.runner import Runner
 
 _log = logging.getLogger(__name__)
+
+
+class Clock(Protocol):
+    """What tells an engine the time: the module ``time``, or a simulation's clock."""
+
+    def monotonic(self) -> float:
+        """Return the time by which requests have deadlines, in seconds."""
+
+    def perf_counter(self) -> float:
+        """Return the time by which steps are measured, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class Engine:
         kinds: SequenceOf[MethodKind] = (),
         kv_source: IdentitySource | None = None,
         warm_tier: WarmTier | None = None,
+        clock: Clock = time,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -115,11 +127,13 @@ class Engine:
             kinds: of methods beside the registered ones.
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
             warm_tier: keeps KV that may be evicted; None keeps none.
+            clock: tells the time.
 
         Raises:
             InvalidRequestError: ``method`` is of several that can't stand together.
         """
         self._runner = runner
+        self._clock = clock
         self._eos_token_ids = frozenset(eos_token_ids)
         self._policy = policy
         self._speculation = speculation
@@ -206,7 +220,7 @@ class Engine:
         If the runner raises, the answers in that pass end with finish reason "error"; the others
         continue.
         """
-        started = time.perf_counter()
+        started = self._clock.perf_counter()
         outputs, self._undelivered = self._undelivered, []
         if self.kv_traffic:
             self.kv_traffic.step(may_wait=not outputs)
@@ -221,7 +235,7 @@ class Engine:
             scheduled = schedule(plan, drafts, self._queues.sequences, self._runner.config.layers)
             if scheduled:
                 outputs += self._run(scheduled)
-        self._counters.busy_seconds += time.perf_counter() - started
+        self._counters.busy_seconds += self._clock.perf_counter() - started
         return outputs
 
     @property
@@ -273,7 +287,7 @@ class Engine:
     def _expire(self) -> list[EngineOutput]:
         """End the requests that nobody waits for any more, before a step is spent on them."""
         outputs: list[EngineOutput] = []
-        for deadline in self._deadlines.take_expired(time.monotonic()):
+        for deadline in self._deadlines.take_expired(self._clock.monotonic()):
             for sequence in self._queues.sequences_of(deadline.request_id):
                 if deadline.whole or sequence.length == sequence.prompt_length:
                     outputs += self._queues.end(sequence, "expired")
@@ -297,16 +311,16 @@ class Engine:
 
     def _run(self, scheduled: list[ScheduledSequence]) -> list[EngineOutput]:
         """Run one forward pass, sample, commit the results and return the outputs."""
-        started = time.perf_counter()
+        started = self._clock.perf_counter()
         try:
             logits, queries = run_step(self._runner, scheduled)
             _hand_out(scheduled, queries)
-            computed = time.perf_counter()
+            computed = self._clock.perf_counter()
             groups = sibling_groups(scheduled)
             record_scores(self._runner.logits_ops, logits, scheduled)
             answers = [answer for _, group in groups for answer in group]
             verify(self._runner, logits, answers, self._vocabulary)
-            sampled = time.perf_counter()
+            sampled = self._clock.perf_counter()
         except Exception as error:
             _log.exception("a forward pass over %d sequences failed", len(scheduled))
             return self._queues.fail(
