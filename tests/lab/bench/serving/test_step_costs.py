@@ -15,6 +15,7 @@ from midfill_lab.bench.serving.step_costs import (
     StepCosts,
     StepSample,
     StepWork,
+    averaged,
     fit_costs,
     nonnegative_least_squares,
     read_costs,
@@ -98,6 +99,16 @@ def test_the_work_of_a_batch() -> None:
         logit_rows=np.array([0], np.int32),
     )
     assert StepWork.of(batch) == StepWork(4, 1, 2, 6 + 5, 6 + 3 + 4 + 5)
+
+
+def test_two_measurements_are_averaged() -> None:
+    slower = msgspec.structs.replace(
+        COSTS, rows=tuple(3 * each for each in COSTS.rows), output=3 * COSTS.output, error=0.2
+    )
+    both = averaged(COSTS, slower)
+    assert both.rows == pytest.approx([2 * each for each in COSTS.rows])
+    assert (both.output, both.error) == (pytest.approx(2 * COSTS.output), pytest.approx(0.1))
+    assert 2.5 < both.drift < 3.0
 
 
 def test_no_solution_is_negative() -> None:

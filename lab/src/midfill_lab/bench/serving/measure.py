@@ -12,6 +12,7 @@ from statistics import median
 import msgspec
 
 from midfill.errors import MidfillError
+from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions
@@ -30,7 +31,7 @@ from midfill_lab.bench.serving.report import (
     serving_run,
 )
 from midfill_lab.bench.serving.simulation import SimulatedModel, simulate_load
-from midfill_lab.bench.serving.step_costs import StepCosts, StepWork, read_costs
+from midfill_lab.bench.serving.step_costs import StepCosts, StepWork, averaged, read_costs
 from midfill_lab.bench.serving.workload import TimedRequest, WorkloadOptions
 from midfill_lab.bench.serving.workloads import make_requests
 from midfill_lab.reporting import write_json
@@ -80,6 +81,7 @@ def measure_serving(plan: ServingPlan, progress: Progress = lambda _: None) -> S
         MidfillError: the model can't be served, or no server answers.
     """
     requests = make_requests(plan.workload)
+    is_measured = plan.costs is None or not plan.costs.exists()
     costs = step_costs(plan, progress) if SIMULATED in plan.runs else None
     runs: list[ServingRun] = []
     model = plan.served.model
@@ -87,8 +89,10 @@ def measure_serving(plan: ServingPlan, progress: Progress = lambda _: None) -> S
         measured = _run_on_server(plan, requests, costs, progress)
         model = measured.model
         runs.append(serving_run(SERVER, measured.results, plan.limits))
-        if costs is not None and measured.request_seconds is not None:
-            costs = msgspec.structs.replace(costs, request_seconds=measured.request_seconds)
+        if costs is not None:
+            if is_measured:  # again: a shared machine's speed drifts
+                costs = averaged(costs, _measured_costs(plan, progress))
+            costs = msgspec.structs.replace(costs, request_seconds=measured.request_seconds or 0.0)
             if plan.costs is not None:
                 write_json(plan.costs, costs)
     if costs is not None:
@@ -114,20 +118,25 @@ def step_costs(plan: ServingPlan, progress: Progress) -> StepCosts:
     """
     if plan.costs is not None and plan.costs.exists():
         return read_costs(plan.costs)
-    served = plan.served
-    adapter = resolve_adapter(served.model, served.options.adapter)
-    checkpoint = open_model(resolve(served.model), adapter, served.options.weights)
-    costs = measure_costs(checkpoint, served.model, served.options, progress)
+    costs = _measured_costs(plan, progress)
     if plan.costs is not None:
         write_json(plan.costs, costs)
     return costs
 
 
-def _simulated_model(plan: ServingPlan, costs: StepCosts) -> SimulatedModel:
+def _measured_costs(plan: ServingPlan, progress: Progress) -> StepCosts:
     served = plan.served
+    return measure_costs(_open(served), served.model, served.options, progress)
+
+
+def _simulated_model(plan: ServingPlan, costs: StepCosts) -> SimulatedModel:
+    return SimulatedModel(_open(plan.served), costs, plan.served)
+
+
+def _open(served: ServeOptions) -> Checkpoint:
+    """Open the model as it is served."""
     adapter = resolve_adapter(served.model, served.options.adapter)
-    checkpoint = open_model(resolve(served.model), adapter, served.options.weights)
-    return SimulatedModel(checkpoint, costs, served)
+    return open_model(resolve(served.model), adapter, served.options.weights)
 
 
 # --- a server ---

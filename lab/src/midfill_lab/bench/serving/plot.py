@@ -54,11 +54,20 @@ def _draw_times(axes: Any, results: list[RequestResult], name: str, target: str)
             label=target if len(kinds) == 1 else f"{target}, {kind}",
         )
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
+    _label(axes.yaxis)
 
 
 def _draw_distribution(axes: Any, results: list[RequestResult], name: str, target: str) -> None:
     values = np.sort([1000 * getattr(result, name) for result in results])
     axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", label=target)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
+    _label(axes.xaxis)
+
+
+def _label(axis: Any) -> None:
+    """Label a logarithmic axis with plain numbers."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")

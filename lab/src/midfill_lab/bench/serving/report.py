@@ -177,6 +177,11 @@ def _load_caption(report: ServingReport) -> str:
             f" Simulated with steps measured on {report.costs.machine}; fitted times are off by"
             f" {report.costs.error:.0%} (median)."
         )
+        if report.costs.drift != 1.0:
+            costs += (
+                " They are means of measurements before and after the server's run; a step took"
+                f" {report.costs.drift:.2f} times as long in the later one."
+            )
     return (
         f"{report.model}, {report.settings}; {load.request_rate:g} requests/s on average,"
         f" {arrivals}, {load.users} users, {load.tenants} tenants, answers of {load.output_tokens}"

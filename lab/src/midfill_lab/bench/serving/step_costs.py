@@ -75,6 +75,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         key_read, key_pair: of attention.
         error: median of the relative deviation of measured steps from these costs.
         request_seconds: that each request takes outside of steps: HTTP, tokenising, messages.
+        drift: how many times as long steps took in the later of two measurements, ``averaged``.
     """
 
     model: str
@@ -89,6 +90,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     key_pair: float
     error: float = 0.0
     request_seconds: float = 0.0
+    drift: float = 1.0
 
     def seconds(self, work: StepWork) -> float:
         """Return how long a step takes."""
@@ -102,6 +104,22 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
             + self.key_read * work.keys_read
             + self.key_pair * work.key_pairs
         )
+
+
+def averaged(first: StepCosts, second: StepCosts) -> StepCosts:
+    """Return the means of two measurements: a shared machine's speed drifts between them."""
+
+    def middle(name: str) -> float:
+        return float(getattr(first, name) + getattr(second, name)) / 2
+
+    names = ("output", "request", "key_read", "key_pair", "error", "request_seconds")
+    work = StepWork(rows=1, outputs=1, requests=1, keys_read=256, key_pairs=256)
+    return msgspec.structs.replace(
+        first,
+        rows=tuple((one + other) / 2 for one, other in zip(first.rows, second.rows, strict=True)),
+        drift=second.seconds(work) / first.seconds(work),
+        **{name: middle(name) for name in names},
+    )
 
 
 def _hats(rows: int) -> Float64Array:
