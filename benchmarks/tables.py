@@ -17,6 +17,8 @@ from midfill_lab.bench.methods.results import MethodsReport
 from midfill_lab.bench.peers.results import PeersReport, peers_notes, peers_tables
 from midfill_lab.bench.profile import ProfileReport, profile_tables
 from midfill_lab.bench.rounds import RoundsReport, rounds_table
+from midfill_lab.bench.serving.plot import plot_serving
+from midfill_lab.bench.serving.report import ServingReport, serving_tables
 from midfill_lab.bench.speed import SpeedReport, speed_table
 from midfill_lab.cli.outputs import DocsOption, PlotOption
 from midfill_lab.reporting import ResultTable, replace_section
@@ -50,6 +52,7 @@ KINDS = {
     "peers": _Kind(PeersReport, _peers_tables, plot_peers),
     "profile": _Kind(ProfileReport, profile_tables),
     "rounds": _Kind(RoundsReport, lambda report: [rounds_table(report)], plot_rounds),
+    "serving": _Kind(ServingReport, serving_tables, plot_serving),
     "speed": _Kind(SpeedReport, lambda report: [speed_table(report)]),
 }
 

@@ -35,7 +35,7 @@ from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
-from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.documents import document_pieces, standard_library_documents
 from midfill_lab.bench.editing import SESSION_KINDS, edit_session
 from midfill_lab.cli.bench.options import JsonOption
 from midfill_lab.cli.outputs import DocsOption
@@ -46,7 +46,6 @@ _IDLE_SECONDS = 60
 _FREE_SHARE = 0.05  # of a pool that counts as full
 _THINK_SECONDS = 1.0  # of an editor's user, the mean
 _SESSION_ROUNDS = 100
-_FILES = 300  # that editors' documents are parts of
 Say = Callable[[str], None]
 OverloadKind = Literal["carets", "editors"]
 
@@ -220,14 +219,7 @@ class _Editors:
 
     def __init__(self, options: OverloadOptions) -> None:
         self.options = options
-        files = standard_library_documents(_FILES, seed=options.seed, shortest=3000, longest=30_000)
-        size = options.characters
-        self._documents = [
-            text[start : start + size]
-            for text in files
-            for start in range(0, len(text) - size + 1, size)
-        ]
-        random.Random(options.seed).shuffle(self._documents)
+        self._documents = document_pieces(options.characters, seed=options.seed)
         self._sessions: dict[int, Iterator[_Texts]] = {}
 
     def requests(self, client: int, chance: random.Random) -> Iterator[_Texts]:

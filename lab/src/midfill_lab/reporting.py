@@ -1,12 +1,12 @@
 """Present results: tables for the terminal and for documents, figures as JSON, sizes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -91,6 +91,35 @@ def publish(report: object, drawn: RenderableType, json: Path | None) -> None:
     wide_console().print(drawn)
     if json is not None:
         write_json(json, report)
+
+
+def publish_tables(
+    report: object,
+    tables: Sequence[ResultTable],
+    *,
+    json: Path | None,
+    docs: Path | None,
+    section: str,
+) -> None:
+    """Print tables; write all figures of a report as JSON, and the tables into a document.
+
+    Args:
+        report: all figures, of types that msgspec encodes.
+        tables: what is shown of them.
+        json, docs: files to write; None writes none.
+        section: the document's section, see ``replace_section``.
+
+    Raises:
+        MidfillError: a file can't be written.
+    """
+    publish(report, Group(*(table.drawn() for table in tables)), json)
+    if docs is not None:
+        replace_section(docs, section, markdown(tables))
+
+
+def markdown(tables: Iterable[ResultTable]) -> str:
+    """Return tables for a document."""
+    return "\n\n".join(table.markdown() for table in tables)
 
 
 def saver(json: Path | None) -> Callable[[object], None]:

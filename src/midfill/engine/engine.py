@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Protocol
 
 from midfill.arrays import Float32Array
 from midfill.engine.kv_transfer.transfers import IdentitySource
@@ -64,6 +65,16 @@ from midfill.runners.forward.runner import Runner
 _log = logging.getLogger(__name__)
 
 
+class Clock(Protocol):
+    """What tells an engine the time: the module ``time``, or a simulation's clock."""
+
+    def monotonic(self) -> float:
+        """Return the time by which requests have deadlines, in seconds."""
+
+    def perf_counter(self) -> float:
+        """Return the time by which steps are measured, in seconds."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Limits of the engine.
@@ -108,7 +119,7 @@ class Engine:
         kv_source: IdentitySource | None = None,
         warm_tier: WarmTier | None = None,
         retention: Retention | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Clock = time,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -130,8 +141,7 @@ class Engine:
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
             warm_tier: keeps KV that may be evicted; None keeps none.
             retention: keeps the KV of programs between their requests; None leaves it to the cache.
-            clock: returns the time in seconds by which requests arrive and have deadlines; None is
-                ``time.monotonic``.
+            clock: tells the time, also that by which requests arrive and have deadlines.
 
         Raises:
             InvalidRequestError: ``method`` is of several that can't stand together.
@@ -145,7 +155,7 @@ class Engine:
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         self._context = options.context_of(runner.config)
         self._queues = RequestQueues(runner.slots, options.max_running, options.lookahead)
-        self._clock, self._now = time.monotonic if clock is None else clock, -inf
+        self._clock, self._now = clock, -inf
         self._deadlines = Deadlines(self._queues.__contains__)
         self._methods = MethodKinds(runner, self._queues.pool, kinds)
         self._methods.check(method)
@@ -244,7 +254,7 @@ class Engine:
         If the runner raises, the answers in that pass end with finish reason "error"; the others
         continue.
         """
-        started = time.perf_counter()
+        started = self._clock.perf_counter()
         outputs, self._undelivered = self._undelivered, []
         if self.kv_traffic:
             self.kv_traffic.step(may_wait=not outputs)
@@ -262,7 +272,7 @@ class Engine:
                 outputs += self._run(scheduled)
         elif self._is_pin_due():
             self._release_pins(self._queues.state(self._time()))
-        self._counters.busy_seconds += time.perf_counter() - started
+        self._counters.busy_seconds += self._clock.perf_counter() - started
         return outputs
 
     @property
@@ -324,7 +334,7 @@ class Engine:
 
     def _time(self) -> float:
         """Return the time; where the clock is set back, it stands still."""
-        self._now = max(self._now, self._clock())
+        self._now = max(self._now, self._clock.monotonic())
         return self._now
 
     def _plan(self) -> tuple[StepPlan, Mapping[int, Draft]]:
@@ -382,16 +392,16 @@ class Engine:
 
     def _run(self, scheduled: list[ScheduledSequence]) -> list[EngineOutput]:
         """Run one forward pass, sample, commit the results and return the outputs."""
-        started = time.perf_counter()
+        started = self._clock.perf_counter()
         try:
             logits, queries = run_step(self._runner, scheduled)
             _hand_out(scheduled, queries)
-            computed = time.perf_counter()
+            computed = self._clock.perf_counter()
             groups = sibling_groups(scheduled)
             record_scores(self._runner.logits_ops, logits, scheduled)
             answers = [answer for _, group in groups for answer in group]
             verify(self._runner, logits, answers, self._vocabulary)
-            sampled = time.perf_counter()
+            sampled = self._clock.perf_counter()
         except Exception as error:
             _log.exception("a forward pass over %d sequences failed", len(scheduled))
             return self._queues.fail(

@@ -31,12 +31,15 @@ class Watch:
         self.states.append(state)
         return SarathiServe(token_budget=16, max_running=1).plan(state)
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
+        return self.time
+
+    def perf_counter(self) -> float:
         return self.time
 
     def engine(self, lookahead: int = 8) -> Engine:
         options = EngineOptions(max_running=1, lookahead=lookahead)
-        return Engine(ToyRunner(128), (), options, policy=self, clock=self.clock)
+        return Engine(ToyRunner(128), (), options, policy=self, clock=self)
 
 
 def asked(name: str, **fields: object) -> EngineRequest:

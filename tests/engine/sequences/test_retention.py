@@ -83,8 +83,14 @@ class World:
                 OrderedAdmission(SarathiServe(16, self.max_running), self.order)
             ),
             retention=self.retention,
-            clock=lambda: self.now,
+            clock=self,
         )
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
 
     def ask(
         self, name: str, tokens: list[int], program: str = "", tool: int | None = FAST,

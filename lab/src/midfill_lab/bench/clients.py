@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -51,6 +51,21 @@ class Measurement(msgspec.Struct, frozen=True):
         return self.prompt_tokens - self.cached_tokens
 
 
+class Exchange(NamedTuple):
+    """A request's response; times are of ``time.perf_counter``.
+
+    Attributes:
+        status: of HTTP.
+        started, ended: when the request was sent, and when the response was complete.
+        parts: of the response's body, each with the time at which it arrived.
+    """
+
+    status: int
+    started: float
+    ended: float
+    parts: list[tuple[float, bytes]]
+
+
 class HttpClient:
     """A client of an OpenAI-style server; requests are streamed, and each answer is measured.
 
@@ -90,6 +105,30 @@ class HttpClient:
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise MidfillError(f"no OpenAI-style server at {self.base_url}: {error}") from error
 
+    async def exchange(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> Exchange:
+        """Send a request and follow its response to the end, whatever it is.
+
+        Args:
+            path: after the base URL.
+            body: of the request.
+            headers: beside the client's own.
+
+        Raises:
+            MidfillError: there is no response, or it breaks off.
+        """
+        started = time.perf_counter()
+        parts: list[tuple[float, bytes]] = []
+        try:
+            async with self._client.stream("POST", path, json=body, headers=headers) as response:
+                # Decoded later: the server shares its cores with this process.
+                async for part in response.aiter_bytes():
+                    parts.append((time.perf_counter(), part))
+        except httpx.HTTPError as error:
+            raise MidfillError(f"{self.base_url} broke off: {error!r}") from error
+        return Exchange(response.status_code, started, time.perf_counter(), parts)
+
     async def complete(self, payload: dict[str, Any]) -> Measurement:
         """Send the body of a /v1/completions request and measure the answer.
 
@@ -97,23 +136,14 @@ class HttpClient:
             MidfillError: the server refuses the request, or the answer breaks off.
         """
         body = {**payload, "stream": True, "stream_options": {"include_usage": True}}
-        started = time.perf_counter()
-        parts: list[tuple[float, bytes]] = []
-        try:
-            async with self._client.stream("POST", "/completions", json=body) as response:
-                if response.status_code != 200:
-                    detail = (await response.aread()).decode(errors="replace")
-                    raise MidfillError(f"{self.base_url} answered {response.status_code}: {detail}")
-                # Decoded later: the server shares its cores with this process.
-                async for part in response.aiter_bytes():
-                    parts.append((time.perf_counter(), part))
-        except httpx.HTTPError as error:
-            raise MidfillError(f"{self.base_url} broke off: {error!r}") from error
-        ended = time.perf_counter()
+        status, started, ended, parts = await self.exchange("/completions", body)
+        if status != 200:
+            detail = b"".join(part for _, part in parts).decode(errors="replace")
+            raise MidfillError(f"{self.base_url} answered {status}: {detail}")
         arrivals: list[float] = []
         pieces: list[str] = []
         usage: dict[str, Any] = {}
-        for arrived, event in _events(parts):
+        for arrived, event in stream_events(parts):
             if event.get("choices"):
                 arrivals.append(arrived)
                 pieces.append(event["choices"][0].get("text") or "")
@@ -245,7 +275,7 @@ def _texts(format: FimFormat | None) -> Sentinels | None:
     return format.prefix.text, format.suffix.text, format.middle.text
 
 
-def _events(parts: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+def stream_events(parts: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield server-sent events, each with the time at which its last byte arrived."""
     rest = b""
     for arrived, part in parts:

@@ -39,6 +39,27 @@ def standard_library_documents(
     return random.Random(seed).sample(texts, count)
 
 
+def document_pieces(characters: int, *, seed: int = 0, files: int = 300) -> list[str]:
+    """Return pieces of files of Python's standard library, in a random order.
+
+    Args:
+        characters: of each piece; shorter files are one piece each.
+        seed: chooses the files and the order.
+        files: that the pieces are cut from.
+
+    Raises:
+        ValueError: there are not that many files.
+    """
+    texts = standard_library_documents(files, seed=seed, shortest=3000, longest=30_000)
+    pieces = [
+        text[start : start + characters]
+        for text in texts
+        for start in range(0, max(len(text) - characters, 0) + 1, characters)
+    ]
+    random.Random(seed).shuffle(pieces)
+    return pieces
+
+
 class UnseenDocuments(NamedTuple):
     """Files that no shipped adapter was trained on.
 

@@ -25,6 +25,7 @@ from midfill_lab.cli.bench.options import (
     UrlOption,
 )
 from midfill_lab.cli.bench.peers import peers
+from midfill_lab.cli.bench.serving import serving
 from midfill_lab.reporting import publish
 
 app = typer.Typer(
@@ -176,5 +177,5 @@ def edits(
     asyncio.run(measure())
 
 
-for _command in (peers, methods):
+for _command in (peers, methods, serving):
     app.command()(_command)
