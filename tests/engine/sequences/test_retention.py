@@ -2,6 +2,7 @@
 
 import heapq
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -90,7 +91,7 @@ class World:
         return self.now
 
     def perf_counter(self) -> float:
-        return self.now
+        return time.perf_counter()
 
     def ask(
         self, name: str, tokens: list[int], program: str = "", tool: int | None = FAST,
