@@ -8,7 +8,14 @@ import pytest
 from tiny_checkpoints import VOCAB
 
 from midfill.config import ModelOptions
-from midfill.engine.loading import load_engine, scheduler_policy, speculation
+from midfill.engine.loading import (
+    load_engine,
+    lookahead,
+    retention,
+    scheduler_policy,
+    speculation,
+)
+from midfill.engine.request import EngineSamplingParams, RequestHints
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
@@ -60,3 +67,32 @@ def test_loading_counts_from_the_given_start(tiny_folder: Path) -> None:
     started = time.perf_counter() - 1000.0
     _, _, info = load_engine(open_checkpoint(tiny_folder), options, started=started)
     assert info.load_seconds >= 1000.0
+
+
+def test_an_order_sees_more_of_the_queue_than_the_default() -> None:
+    assert lookahead(ModelOptions()) == 0
+    assert lookahead(ModelOptions(scheduler="layered-prefill+edf")) > 128
+
+
+def test_continuum_keeps_the_kv_of_an_answer_that_calls_a_tool(tiny_folder: Path) -> None:
+    options = ModelOptions(
+        backend="cpu", threads=1, kv_memory=2**20, scheduler="continuum:threshold=1000"
+    )
+    checkpoint = open_checkpoint(tiny_folder)
+    assert retention(ModelOptions(), checkpoint.tokenizer) is None
+    engine, _, _ = load_engine(checkpoint, options)
+    call = checkpoint.tokenizer.encode('{"name": "ls", "arguments": {}}')
+    params = EngineSamplingParams(max_tokens=len(call) + 5, temperature=0.0, ignore_eos=True)
+    asked = request("a", range(5, 45), params, hints=RequestHints(program="task"))
+    # As if an engine had written the call; its client ends the answer there.
+    engine.add(asked)
+    while not any(output.token_ids for output in engine.step()):
+        pass
+    (sequence,) = engine._queues.running
+    sequence.drop(sequence.length - sequence.prompt_length)
+    for token_id in call:
+        sequence.append(token_id)
+    engine.cancel("a")
+    seconds = engine.idle_seconds()
+    assert seconds is not None
+    assert 0.0 < seconds <= 1000.0
