@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import APIRouter
 from msgspec import structs
@@ -24,6 +27,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions
 from midfill.serving.server.app import create_app
+from midfill.serving.server.batch.api import RowService
 from midfill.serving.server.key_file import key_digest
 from midfill.serving.server.kv_routes import kv_routes
 from midfill.serving.server.limits import RateLimits
@@ -34,6 +38,7 @@ from midfill.serving.server.service import ModelService
 from midfill.system.process import without_collections
 from midfill.system.progress import Progress
 
+AnyService = TypeVar("AnyService", bound=ModelService)
 _WORKER_LABELS = ("role", "worker")
 
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
@@ -117,6 +122,43 @@ async def open_service(
     Raises:
         MidfillError: the model can't be loaded.
     """
+    async with open_engine(options, path, on_progress, spawned) as opened:
+        service = await assemble_service(
+            options, opened.checkpoint, opened.format, opened.engine, opened.info, tenants, limits
+        )
+        if isinstance(opened.engine, DisaggregatedClient):
+            service.metrics.add(partial(worker_metrics, opened.engine))
+        try:
+            yield service
+        finally:
+            service.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model whose engine runs.
+
+    Attributes:
+        checkpoint: opened for its prompts.
+        format: its FIM tokens.
+        engine: runs it.
+        info: what the engine reported of itself.
+    """
+
+    checkpoint: Checkpoint
+    format: FimFormat | None
+    engine: EngineClient | DisaggregatedClient
+    info: EngineInfo
+
+
+@contextlib.asynccontextmanager
+async def open_engine(
+    options: ServeOptions,
+    path: Path,
+    on_progress: Progress | None = None,
+    spawned: EngineProcess | None = None,
+) -> AsyncIterator[OpenedModel]:
+    """Load a model and start its engine; see ``open_service``."""
     run = options.options
     AllowedMethods(run.allow_methods, run.method)  # checks them
     engine = _engine_client(options, path, on_progress, spawned)
@@ -124,14 +166,7 @@ async def open_service(
     try:
         # Meanwhile, the model is opened here, too; its faults are told by whoever finds them here.
         checkpoint, format = await asyncio.to_thread(_open_for_prompts, options, path)
-        info = await starting
-        service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
-        if isinstance(engine, DisaggregatedClient):
-            service.metrics.add(partial(worker_metrics, engine))
-        try:
-            yield service
-        finally:
-            service.close()
+        yield OpenedModel(checkpoint, format, engine, await starting)
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -192,13 +227,29 @@ async def assemble_service(
         tenants: everybody who may send requests.
         limits: what they may use; None is everything.
     """
+    return await _assemble(ModelService, options, checkpoint, format, engine, info, tenants, limits)
+
+
+async def _assemble(
+    kind: type[AnyService],
+    options: ServeOptions,
+    checkpoint: Checkpoint,
+    format: FimFormat | None,
+    engine: ServedEngine,
+    info: EngineInfo,
+    tenants: Sequence[str] = ("",),
+    limits: RateLimits | None = None,
+    *,
+    remembers: bool = True,
+) -> AnyService:
+    """Return a service of some kind; ``remembers`` is ``PromptEncoder``'s."""
     run = options.options
     window = None if options.window is None else WindowRule(*options.window)
     prompts = await asyncio.to_thread(
         PromptEncoder, checkpoint, format, info.context, window, options.snippets,
-        options.document_memory,
+        options.document_memory, remembers=remembers,
     )  # fmt: skip
-    return ModelService(
+    return kind(
         options.served_name or _short_name(options.model),
         engine,
         checkpoint.tokenizer,
@@ -214,6 +265,23 @@ async def assemble_service(
         tenants=tenants,
         limits=limits,
     )
+
+
+async def open_row_service(
+    options: ServeOptions, opened: OpenedModel, engine: ServedEngine | None = None
+) -> RowService:
+    """Return the service of a model that answers the rows of batches.
+
+    Args:
+        options: what to serve and how. Nothing is computed in idle time, and nobody gives up.
+        opened: the model.
+        engine: runs it; None takes the opened one.
+    """
+    rows = dataclasses.replace(options, idle_prefill=False, completion_timeout=0.0)
+    return await _assemble(
+        RowService, rows, opened.checkpoint, opened.format, engine or opened.engine, opened.info,
+        remembers=False,
+    )  # fmt: skip
 
 
 async def _serve(
