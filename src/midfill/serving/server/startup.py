@@ -26,8 +26,13 @@ from midfill.methods.resolver import AllowedMethods
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions
-from midfill.serving.server.app import create_app
+from midfill.serving.server.app import DIALECTS, create_app
+from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.batch.api import RowService
+from midfill.serving.server.batch.routes import batch_dialect
+from midfill.serving.server.batch.store import BatchStore
+from midfill.serving.server.batch.worker import BatchWorker
+from midfill.serving.server.batch.yielding import InteractiveLoad, YieldingEngine
 from midfill.serving.server.key_file import key_digest
 from midfill.serving.server.kv_routes import kv_routes
 from midfill.serving.server.limits import RateLimits
@@ -35,6 +40,8 @@ from midfill.serving.server.listening import Listener, answer_until_stopped, lis
 from midfill.serving.server.metrics import Families, families
 from midfill.serving.server.served_engine import ServedEngine
 from midfill.serving.server.service import ModelService
+from midfill.system.cache import cache_folder
+from midfill.system.extras import require
 from midfill.system.process import without_collections
 from midfill.system.progress import Progress
 
@@ -122,16 +129,30 @@ async def open_service(
     Raises:
         MidfillError: the model can't be loaded.
     """
-    async with open_engine(options, path, on_progress, spawned) as opened:
-        service = await assemble_service(
-            options, opened.checkpoint, opened.format, opened.engine, opened.info, tenants, limits
-        )
-        if isinstance(opened.engine, DisaggregatedClient):
-            service.metrics.add(partial(worker_metrics, opened.engine))
-        try:
-            yield service
-        finally:
-            service.close()
+    async with (
+        open_engine(options, path, on_progress, spawned) as opened,
+        _service_of(options, opened, tenants, limits) as service,
+    ):
+        yield service
+
+
+@contextlib.asynccontextmanager
+async def _service_of(
+    options: ServeOptions,
+    opened: "OpenedModel",
+    tenants: Sequence[str],
+    limits: RateLimits | None,
+) -> AsyncIterator[ModelService]:
+    """Return the service of a model whose engine runs; it ends with the ``with`` block."""
+    service = await assemble_service(
+        options, opened.checkpoint, opened.format, opened.engine, opened.info, tenants, limits
+    )
+    if isinstance(opened.engine, DisaggregatedClient):
+        service.metrics.add(partial(worker_metrics, opened.engine))
+    try:
+        yield service
+    finally:
+        service.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,23 +313,61 @@ async def _serve(
     spawned: EngineProcess | None,
     listener: Listener,
 ) -> None:
-    keys, limits = listener.keys, RateLimits(listener.keys.limits_of)
-    opened = open_service(options, path, on_progress, keys.tenants, limits, spawned)
-    async with opened as service:
+    keys, load = listener.keys, InteractiveLoad()
+    limits = RateLimits(keys.limits_of, on_running=load.record)
+    async with (
+        open_engine(options, path, on_progress, spawned) as opened,
+        _service_of(options, opened, keys.tenants, limits) as service,
+        _open_batches(options, opened, keys, load) as batches,
+    ):
 
         def listening() -> None:
-            if on_ready is not None and service.engine.info is not None:
-                on_ready(listener.url, service.engine.info, service)
+            if on_ready is not None:
+                on_ready(listener.url, opened.info, service)
 
         app = create_app(
             service,
             keys,
             listener.traces,
+            DIALECTS if batches is None else (*DIALECTS, batch_dialect(batches)),
             redact=options.logs.redact,
             own_hosts=listener.own_hosts,
             kv=_kv_routes(options, service),
         )
         await answer_until_stopped(app, listener, service, listening, options=options.listen)
+
+
+@contextlib.asynccontextmanager
+async def _open_batches(
+    options: ServeOptions, opened: OpenedModel, keys: KeyRing, load: InteractiveLoad
+) -> AsyncIterator[BatchWorker | None]:
+    """Answer stored batches within the ``with`` block; None without an option that asks for it.
+
+    Raises:
+        MidfillError: their folder can't be used, or a library is missing.
+    """
+    limits = options.batches
+    if not limits.storage:
+        yield None
+        return
+    require("--batch-storage", ["python_multipart"], extra="batch")
+    folder = cache_folder() / "batches" if limits.folder is None else Path(limits.folder)
+    store = BatchStore(folder, limits.storage, limits.files, keys.identity)
+    try:
+        for tenant in keys.tenants:
+            store.of(tenant)  # so that their unfinished batches go on
+        service = await open_row_service(options, opened, YieldingEngine(opened.engine, load))
+        try:
+            worker = BatchWorker(store, service, load, opened.info.slots)
+            worker.start()
+            try:
+                yield worker
+            finally:
+                await worker.close()
+        finally:
+            service.close()
+    finally:
+        store.close()
 
 
 def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None:

@@ -5,8 +5,9 @@ the process is killed or the machine stops amid a row, the next opening cuts it 
 the input has one result in the end, and none is computed twice but those that were in progress.
 """
 
+import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,13 +43,18 @@ class ResultFile:
         failed: how many of these are errors.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open the file, or make it; cut off a row that is not complete.
+    def __init__(self, path: Path, room: Callable[[], float] = lambda: math.inf) -> None:
+        """Open the file, or make it.
+
+        Args:
+            path: the file.
+            room: returns how many bytes may be added now.
 
         Raises:
             MidfillError: it can't be written, holds something else, or another process writes it.
         """
         self.path = path
+        self._room = room
         self.done: set[str] = set()
         self.failed = 0
         # Windows locks regions of a file even from its own process, so the lock is another file.
@@ -101,6 +107,8 @@ class ResultFile:
         """
         line = memoryview(msgspec.json.encode(result) + b"\n")
         size = len(line)
+        if size > self._room():
+            raise MidfillError(f"there is no room for more than {len(self.done)} results")
         try:
             while line:
                 line = line[os.write(self._handle, line) :]

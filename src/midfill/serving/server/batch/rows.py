@@ -1,7 +1,7 @@
 """Rows of a batch: OpenAI's format of requests and results, a JSON object per line."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,13 +116,15 @@ class RowFile:
     Args:
         path: the file.
         max_body_bytes: maximum size of a body.
+        urls: endpoints that rows may name.
 
     Raises:
         MidfillError: the file can't be read.
     """
 
-    def __init__(self, path: Path, max_body_bytes: int) -> None:
+    def __init__(self, path: Path, max_body_bytes: int, urls: Sequence[str] = ROW_URLS) -> None:
         self.path = path
+        self._urls = urls
         self._max_bytes = max_body_bytes + _ROW_BYTES
         try:
             self._file = path.open("rb")
@@ -172,19 +174,20 @@ class RowFile:
             raise MidfillError(f"{self.path}: {error.strerror}") from None
         if not place.id.endswith(_digest(line)):
             raise MidfillError(f"{self.path}: line {place.number} has changed while it was read")
-        return parse_row(line, place.number)
+        return parse_row(line, place.number, self._urls)
 
 
 def _digest(line: bytes) -> str:
     return hashlib.blake2b(line.rstrip(b"\r\n"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def parse_row(line: bytes, number: int) -> RowRequest:
+def parse_row(line: bytes, number: int, urls: Sequence[str] = ROW_URLS) -> RowRequest:
     """Return the request of a line.
 
     Args:
         line: its bytes.
         number: from 1.
+        urls: endpoints that it may name.
 
     Raises:
         InvalidRowError: it is no JSON, lacks a field, or asks what no batch can.
@@ -205,12 +208,10 @@ def parse_row(line: bytes, number: int) -> RowRequest:
         raise InvalidRowError(
             "invalid_method", f"method must be POST, not {row.method[:_MAX_QUOTED]}", row.custom_id
         )
-    if row.url not in ROW_URLS:
-        known = " and ".join(ROW_URLS)
+    if row.url not in urls:
+        known = " or ".join(urls)
         raise InvalidRowError(
-            "invalid_url",
-            f"there is no {row.url[:_MAX_QUOTED]} for batches; there are {known}",
-            row.custom_id,
+            "invalid_url", f"url must be {known}, not {row.url[:_MAX_QUOTED]}", row.custom_id
         )
     return row
 
