@@ -17,6 +17,7 @@ from midfill.serving.server.responses import ApiError
 if TYPE_CHECKING:  # needs an extra
     from python_multipart.multipart import MultipartCallbacks
 
+_MAX_PARTS = 16
 _MAX_FIELD_BYTES = 1024
 _MAX_NAME = 200  # characters of a file's name
 _WRITE_BYTES = 1 << 20
@@ -40,6 +41,7 @@ async def receive_upload(request: Request, stored: TenantBatches) -> FileObject:
     try:
         async for chunk in request.stream():
             upload.write(chunk)
+            await asyncio.sleep(0)  # others' turn, however fast the body comes
             if upload.pending >= _WRITE_BYTES:
                 await asyncio.to_thread(upload.flush)
         upload.finish()
@@ -93,6 +95,7 @@ class _Upload:
         self.filename = ""
         self._chunks: list[bytes] = []
         self._stored = stored
+        self._parts = 0
         self._fields: dict[bytes, bytes] = {}
         self._headers: dict[bytes, bytes] = {}
         self._header = (b"", b"")
@@ -150,6 +153,9 @@ class _Upload:
             raise InvalidRequestError(f"the body is no valid form: {error}") from None
 
     def _begin_part(self) -> None:
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise InvalidRequestError(f"the form has more than {_MAX_PARTS} parts")
         self._headers, self._header = {}, (b"", b"")
 
     def _header_name(self, data: bytes, start: int, end: int) -> None:
@@ -177,7 +183,7 @@ class _Upload:
             self._has_file = True
             filename = options.get(b"filename", b"").decode("utf-8", "replace")
             self.filename = filename[:_MAX_NAME] or "upload.jsonl"
-        elif len(self._fields) < 16:
+        else:
             self._fields[self._name] = b""
 
     def _data(self, data: bytes, start: int, end: int) -> None:
