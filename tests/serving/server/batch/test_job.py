@@ -157,6 +157,15 @@ def test_memory_bounds_the_rows_in_progress(tmp_path: Path, slots: int) -> None:
     assert api.most_running == max(int(0.95 * slots / 10), 1)
 
 
+def test_rows_in_progress_may_be_bounded_by_number_too(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [row(f"row {number}", [number, 1]) for number in range(20)])
+    source, results, api = RowFile(batch.source, 10_000), ResultFile(batch.output), StubApi()
+    asyncio.run(BatchJob(source, results, api, 1000, max_rows=3).run())
+    source.close()
+    results.close()
+    assert (len(results.done), api.most_running) == (20, 3)
+
+
 def test_a_shared_prefix_counts_once(tmp_path: Path) -> None:
     rows = [row(f"row {number}", [*range(100), 200 + number], output=1) for number in range(10)]
     api = StubApi()
@@ -239,7 +248,7 @@ def test_progress_tells_speed_and_time_left(tmp_path: Path) -> None:
     seconds = iter(range(10_000))
     seen: list[BatchProgress] = []
     source, results = RowFile(batch.source, 10_000), ResultFile(batch.output)
-    job = BatchJob(source, results, StubApi(), 4, seen.append, lambda: float(next(seconds)))
+    job = BatchJob(source, results, StubApi(), 4, seen.append, clock=lambda: float(next(seconds)))
     asyncio.run(job.run())
     source.close()
     results.close()

@@ -163,6 +163,7 @@ class BatchJob:
         api: answers rows.
         slots: size of the KV pool in tokens.
         report: called with the progress, a few times a second.
+        max_rows: maximum number of rows in progress, beside memory; None bounds them by that alone.
         clock: seconds, for tests.
     """
 
@@ -173,9 +174,12 @@ class BatchJob:
         api: RowApi,
         slots: int,
         report: Callable[[BatchProgress], None] = lambda progress: None,
+        *,
+        max_rows: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
+        self._max_rows = math.inf if max_rows is None else max_rows
         self._results = results
         self._api = api
         self._memory = _MEMORY_SHARE * slots
@@ -294,7 +298,10 @@ class BatchJob:
         for number in group.members:
             row = self._rows[number]
             own = row.prompt_tokens - group.prefix + self._output(number)
-            while self._running and self._used + own + shared.needed > self._memory:
+            while self._running and (
+                self._used + own + shared.needed > self._memory
+                or len(self._running) >= self._max_rows
+            ):
                 await self._wait()
             self._used += own + shared.needed
             shared.needed = 0

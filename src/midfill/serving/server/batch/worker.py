@@ -30,6 +30,9 @@ from midfill.serving.server.batch.yielding import InteractiveLoad
 
 _log = logging.getLogger(__name__)
 _POOL_SHARE = 0.5  # of the KV pool, at most; the rest keeps documents
+_MAX_ROWS = 8
+"""Rows in progress. A request may come amid a step, which takes longer with each answer in it."""
+
 _TRY_AGAIN_SECONDS = 30.0  # where the disk is full
 
 
@@ -150,7 +153,8 @@ class BatchWorker:
         with contextlib.closing(source):
             results = ResultFile(stored.results(batch.id), lambda: stored.free_bytes)
             try:
-                job = BatchJob(source, results, api, self._slots, partial(_count, batch))
+                report = partial(_count, batch)
+                job = BatchJob(source, results, api, self._slots, report, max_rows=_MAX_ROWS)
                 task = asyncio.create_task(job.run(), name=f"batch {batch.id}")
                 self._current = batch.id, task
                 try:
