@@ -146,6 +146,38 @@ def test_what_is_computed_is_at_most_what_the_plan_says(tiny_folder: Path, tmp_p
     assert done.cached_tokens >= saving
 
 
+def test_more_is_shared_than_by_a_cache_in_the_order_of_the_file(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Of prefixes that don't fit together, an LRU cache has evicted the one that comes next."""
+    rng = random.Random(6)
+    heads = [text(rng, 60) for _ in range(4)]
+    rows = []
+    for number in range(32):
+        body = {"prompt": f"{heads[number % 4]} {number}", "max_tokens": 2, "temperature": 0}
+        row = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        rows.append(row)
+
+    async def one_by_one() -> int:
+        served, cached = options(tiny_folder, 1 << 20), 0
+        async with open_engine(served, tiny_folder) as opened:
+            service = await open_row_service(served, opened)
+            api = InProcessApi(service)
+            for row in rows:
+                answered = await api.answer(row["url"], json.dumps(row["body"]).encode())
+                usage = json.loads(answered.body)["usage"]
+                cached += usage["prompt_tokens_details"]["cached_tokens"]
+            service.close()
+        return cached
+
+    source = write(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out.jsonl"
+    planned = run_batch(options(tiny_folder, 1 << 20), tiny_folder, source, output)
+    assert planned.failed == 0
+    assert planned.cached_tokens > 0.8 * planned.prompt_tokens
+    assert asyncio.run(one_by_one()) < 0.5 * planned.cached_tokens
+
+
 def test_a_killed_run_is_gone_on_with(tiny_folder: Path, tmp_path: Path) -> None:
     rows = rows_of(40, seed=4)
     source, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"

@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, Response
 
 from midfill.errors import InvalidRequestError
 from midfill.serving.server.batch.rows import ROW_URLS
-from midfill.serving.server.batch.store import BatchObject, FileObject, TenantBatches
+from midfill.serving.server.batch.store import BatchObject, FileObject, TenantBatches, no_room
 from midfill.serving.server.batch.upload import receive_upload
 from midfill.serving.server.batch.worker import BatchWorker
 from midfill.serving.server.bodies import body_reference, json_response, read_json
@@ -124,7 +124,11 @@ def _add_batches(
             created_at=now,
             metadata=body.metadata,
         )
-        await stored.save(batch)
+        try:
+            await stored.save(batch)
+        except OSError:  # the disk is full
+            stored.batches.pop(batch.id, None)
+            raise no_room() from None
         worker.wake()
         return json_response(batch)
 

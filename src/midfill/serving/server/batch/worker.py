@@ -94,10 +94,11 @@ class BatchWorker:
     async def cancel(self, stored: TenantBatches, batch: BatchObject) -> None:
         """Have a batch end with the results that are there."""
         batch.enter("cancelling")
-        await stored.save(batch)
         if self._current is not None and self._current[0] == batch.id:
             self._current[1].cancel()
         self._wake.set()
+        with contextlib.suppress(OSError):  # its end is written, too
+            await stored.save(batch)
 
     async def _run(self) -> None:
         """Answer batches for ever."""
@@ -108,13 +109,20 @@ class BatchWorker:
                 await self._wake.wait()
                 continue
             try:
-                await self._answer(*found)
+                await self._answer_or_fail(*found)
             except OSError as error:
                 _log.error("batches wait: %s", error.strerror)
                 await asyncio.sleep(_TRY_AGAIN_SECONDS)
-            except Exception:  # a bug in one batch must not end the others
-                _log.exception("a batch failed")
-                await self._fail(found[1], found[2], "internal error; the server's log has more")
+
+    async def _answer_or_fail(self, tenant: str, stored: TenantBatches, batch: BatchObject) -> None:
+        """Answer a batch; a bug in one must not end the others."""
+        try:
+            await self._answer(tenant, stored, batch)
+        except OSError:
+            raise
+        except Exception:
+            _log.exception("a batch failed")
+            await self._fail(stored, batch, "internal error; the server's log has more")
 
     def _next(self) -> tuple[str, TenantBatches, BatchObject] | None:
         """Return the oldest batch of the tenant whose turn was longest ago."""
