@@ -2,6 +2,7 @@
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -122,3 +123,10 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         ResultFile(tmp_path / "none" / "out.jsonl")
     with pytest.raises(MidfillError, match="can't be written: Is a directory"):
         ResultFile(tmp_path)
+
+
+def test_a_file_may_be_closed_on_another_thread(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(ResultFile(path).close).result()

@@ -204,7 +204,9 @@ class BatchJob:
         Raises:
             MidfillError: the input can't be read, or the results can't be written.
         """
-        groups = find_prefix_groups(await self._plan())
+        prompts = await self._plan()
+        # On a thread, as all that grows with a file: a server's event loop has others to serve.
+        groups = await asyncio.to_thread(find_prefix_groups, prompts)
         self._prompts_left = sum(row.prompt_tokens for row in self._rows)
         self._answers_left = Counter(row.kind for row in self._rows)
         self._started, self._reorder_at = self._clock(), _FIRST_REORDER
@@ -239,7 +241,7 @@ class BatchJob:
 
     async def _plan(self) -> list[Int32Array]:
         """Plan the rows that have no result, and return their prompts."""
-        places = list(self._source.places())
+        places = await asyncio.to_thread(lambda: list(self._source.places()))
         self._total = len(places)
         self._results.check_belongs({place.id for place in places})
         prompts: list[Int32Array] = []

@@ -59,7 +59,7 @@ class ResultFile:
         self.failed = 0
         # Windows locks regions of a file even from its own process, so the lock is another file.
         self._lock_path = path.with_name(f".{path.name}.lock")
-        self._lock = FileLock(self._lock_path, timeout=0)
+        self._lock = FileLock(self._lock_path, timeout=0, thread_local=False)
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
         try:
             self._handle = os.open(path, flags, 0o666)

@@ -94,11 +94,11 @@ class BatchWorker:
     async def cancel(self, stored: TenantBatches, batch: BatchObject) -> None:
         """Have a batch end with the results that are there."""
         batch.enter("cancelling")
+        with contextlib.suppress(OSError):  # its end is written, too
+            await stored.save(batch)
         if self._current is not None and self._current[0] == batch.id:
             self._current[1].cancel()
         self._wake.set()
-        with contextlib.suppress(OSError):  # its end is written, too
-            await stored.save(batch)
 
     async def _run(self) -> None:
         """Answer batches for ever."""
@@ -159,7 +159,8 @@ class BatchWorker:
             stored.content(batch.input_file_id), self._service.max_body_bytes, (batch.endpoint,)
         )
         with contextlib.closing(source):
-            results = ResultFile(stored.results(batch.id), lambda: stored.free_bytes)
+            path = stored.results(batch.id)
+            results = await asyncio.to_thread(ResultFile, path, lambda: stored.free_bytes)
             try:
                 report = partial(_count, batch)
                 job = BatchJob(source, results, api, self._slots, report, max_rows=_MAX_ROWS)
