@@ -126,6 +126,10 @@ TESTED_THROUGH = {
         "serving/gateway/upstream_calls",
         "serving/gateway/upstream_http",
     ),
+    "serving/server/batch/test_routes.py": (
+        "serving/server/batch/upload",
+        "serving/server/batch/worker",
+    ),
     "serving/server/test_service.py": (
         "serving/server/dialects/dialect",
         "serving/server/dialects/llama_cpp_model",

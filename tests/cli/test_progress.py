@@ -50,6 +50,14 @@ def test_a_log_gets_a_line_when_a_stage_begins_and_every_five_seconds() -> None:
     ]
 
 
+def test_a_note_says_how_much_is_done() -> None:
+    log = Log()
+    log.stages.report("answering rows", 0, 9, "0 of 9 rows")
+    log.seconds = 3.0
+    log.stages.report("answering rows", 4, 9, "4 of 9 rows, 12 s left")
+    assert log.lines == ["answering rows: 4 of 9 rows, 12 s left"]
+
+
 def test_a_log_gets_a_line_when_it_is_known_how_much_is_to_be_done() -> None:
     log = Log()
     log.report(0.0, "downloading a model", 0, 0)

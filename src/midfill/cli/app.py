@@ -1,5 +1,6 @@
 """The ``midfill`` command with its subcommands."""
 
+from midfill.cli.batch import batch
 from midfill.cli.cluster import app as cluster
 from midfill.cli.complete import complete
 from midfill.cli.extensions import add_extensions
@@ -17,7 +18,8 @@ app = root_app(
     "An LLM server for infilling: it computes only what an edit changed.",
     epilog="Start with: midfill serve (downloads a small model the first time).",
 )
-app.command(cls=GroupedHelp)(serve)
+for command in (serve, batch):
+    app.command(cls=GroupedHelp)(command)
 for command in (gateway, complete, lsp, top, generate, pull, models):
     app.command()(command)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from midfill.system.progress import STAGES_VARIABLE, Progress, stage_lines
+from midfill.system.progress import STAGES_VARIABLE, NotedProgress, stage_lines
 
 _QUIET_SECONDS = 2.0
 """What takes no longer, as most starts, needs no lines."""
@@ -23,7 +23,7 @@ def _print_line(line: str) -> None:
 
 
 @contextmanager
-def show_progress(write: Callable[[str], None] = _print_line) -> Iterator[Progress]:
+def show_progress(write: Callable[[str], None] = _print_line) -> Iterator[NotedProgress]:
     """Show a progress bar on standard error, which disappears at the end.
 
     Where that is no terminal, write lines, so that a log shows why a model isn't ready yet, see
@@ -57,9 +57,9 @@ def show_progress(write: Callable[[str], None] = _print_line) -> Iterator[Progre
     with Progress(*columns, console=console, transient=True) as bars:
         shown, bar = "starting", bars.add_task("starting", total=None, amount="")
 
-        def report(stage: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int, note: str = "", /) -> None:
             nonlocal shown, bar
-            amount = _amount(done, total)
+            amount = note or _amount(done, total)
             if stage != shown:
                 bars.remove_task(bar)
                 # A bar without a total moves: of a single step, no share is known.
@@ -95,12 +95,12 @@ class StageLog:
         self._write = write
         self._clock = clock
         self._lock = threading.Lock()
-        self._stage, self._done, self._total = "", 0, 0
+        self._stage, self._done, self._total, self._note = "", 0, 0, ""
         self._began = clock()
         self._due = self._quiet_until = self._began + _QUIET_SECONDS
 
-    def report(self, stage: str, done: int, total: int) -> None:
-        """Note what is being done, and write the line that is due; see ``Progress``."""
+    def report(self, stage: str, done: int, total: int, note: str = "", /) -> None:
+        """Note what is being done, and write the line that is due; see ``NotedProgress``."""
         with self._lock:
             now = self._clock()
             if stage != self._stage:
@@ -108,7 +108,7 @@ class StageLog:
                 self._due = max(now + _MIN_STAGE_SECONDS, self._quiet_until)
             elif total and not self._total:  # now it is known how much is to be done
                 self._due = max(now, self._quiet_until)
-            self._stage, self._done, self._total = stage, done, total
+            self._stage, self._done, self._total, self._note = stage, done, total, note
             self._write_if_due(now)
 
     def tick(self) -> None:
@@ -122,7 +122,7 @@ class StageLog:
             self._write(self._line(now - self._began))
 
     def _line(self, seconds: float) -> str:
-        if amount := _amount(self._done, self._total):
+        if amount := self._note or _amount(self._done, self._total):
             return f"{self._stage}: {amount}"
         if self._total > 1:
             return f"{self._stage}: {self._done / self._total:.0%}"

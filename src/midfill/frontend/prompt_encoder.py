@@ -77,6 +77,8 @@ class PromptEncoder:
         snippet_characters: how much to show of the snippets that plugins send by themselves; None
             takes what the checkpoint says.
         document_memory: see ``ServeOptions``.
+        remembers: whether a prompt may depend on those before it. Otherwise each request of
+            ``encode_all`` is encoded as the first one.
 
     Attributes:
         context: the same.
@@ -93,8 +95,11 @@ class PromptEncoder:
         window: WindowRule | None = None,
         snippet_characters: int | None = None,
         document_memory: int = DEFAULT_DOCUMENT_MEMORY,
+        *,
+        remembers: bool = True,
     ) -> None:
         self.context = context
+        self._remembers = remembers
         self.format = format
         self.window = self._limited(window or window_rule_of(checkpoint))
         if snippet_characters is None:
@@ -104,20 +109,18 @@ class PromptEncoder:
         self._empty_threshold = empty_threshold_of(checkpoint)
         self.confidence_rule = confidence_rule_of(checkpoint)
         self._tokenizer = checkpoint.tokenizer
-        self._planner = Planner(
-            format,
-            PlannerOptions(
-                max_prompt_characters=context * _CHARACTERS_PER_TOKEN,
-                max_document_bytes=document_memory,
-                max_context_bytes=document_memory // 8,
-                fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
-                cut_rule=cut_rule_of(checkpoint),
-                keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
-                window=self.window,
-                snippet_characters=snippet_characters,
-                opens_lines=opens_lines_of(checkpoint),
-            ),
+        self._planner_options = PlannerOptions(
+            max_prompt_characters=context * _CHARACTERS_PER_TOKEN,
+            max_document_bytes=document_memory,
+            max_context_bytes=document_memory // 8,
+            fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
+            cut_rule=cut_rule_of(checkpoint),
+            keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
+            window=self.window,
+            snippet_characters=snippet_characters,
+            opens_lines=opens_lines_of(checkpoint),
         )
+        self._planner = Planner(format, self._planner_options)
         self._layouts = LayoutEncoder(checkpoint.tokenizer, max_bytes=document_memory // 4)
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = chat_template_of(checkpoint.tokenizer)
@@ -139,6 +142,9 @@ class PromptEncoder:
 
     def encode_all(self, sources: Sequence[PromptSource], admit: Admit | None) -> list[Prompt]:
         """Return the prompts of a request; see ``encode``."""
+        if not self._remembers:
+            self._planner = Planner(self.format, self._planner_options)
+            self._fitting = FittingFiles(self.context, self._count_shown)
         return [self.encode(source, admit) for source in sources]
 
     def encode(self, source: PromptSource, admit: Admit | None = None) -> Prompt:

@@ -111,6 +111,47 @@ class ListenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What a server keeps for ``/v1/files`` and ``/v1/batches``; each flag says what it means.
+
+    Off by default: whoever may send a request could otherwise fill a part of the disk, and have the
+    machine compute all night.
+    """
+
+    storage: Annotated[
+        int,
+        Flag(
+            name="--batch-storage",
+            panel="Limits",
+            kind="size",
+            metavar="SIZE",
+            help="Answer batches (/v1/files, /v1/batches) while nobody else waits, with so much"
+            " disk space for the files of each API key, like 200MB; 0 has no batches.",
+        ),
+    ] = 0
+    files: Annotated[
+        int,
+        Flag(
+            name="--batch-files",
+            panel="Limits",
+            min=1,
+            metavar="N",
+            help="Maximum number of files that an API key may have uploaded, results included.",
+        ),
+    ] = 100
+    folder: Annotated[
+        str | None,
+        Flag(
+            name="--batch-folder",
+            panel="Advanced",
+            kind="folder",
+            metavar="FOLDER",
+            help="Where --batch-storage keeps its files; by default in midfill's cache folder.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrontendOptions:
     """Where a server or a gateway listens, to whom, and how it makes prompts.
 
@@ -280,6 +321,7 @@ class ServeOptions(FrontendOptions):
         listen: what bounds connections, and the server's end.
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
             held back to be sent together; 0 sends each at once.
+        batches: what is kept for batches.
         options: how the model is run.
 
     Raises:
@@ -360,6 +402,7 @@ class ServeOptions(FrontendOptions):
     ] = DEFAULT_STEP_TIMEOUT
     workers: Workers = field(default_factory=Workers)
     listen: ListenOptions = field(default_factory=ListenOptions)
+    batches: BatchOptions = field(default_factory=BatchOptions)
     idle_prefill: Annotated[
         bool,
         Flag(
@@ -407,6 +450,11 @@ class ServeOptions(FrontendOptions):
             raise OptionError(
                 "--candidates and --decode-workers don't go together: an answer begins and ends"
                 " on one worker; leave out one of them"
+            )
+        if prefill and self.batches.storage:
+            raise OptionError(
+                "--batch-storage and --decode-workers don't go together: rows of batches give way"
+                " to other requests on one engine alone; leave out one of them"
             )
         if prefill and self.options.method != "none":
             raise OptionError(

@@ -2,10 +2,18 @@
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): bytes or steps, total 0 where it is unknown."""
+
+
+class NotedProgress(Protocol):
+    """A ``Progress`` that takes a note as well: how much is done, in words."""
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None:
+        """Report progress."""
+
 
 StageProgress = Callable[[int, int], None]
 """Called with (done, total) within one stage that the caller names itself."""
@@ -45,11 +53,11 @@ class Stage(NamedTuple):
         return found and cls(found[2], None if found[1] == "-" else int(found[1]))
 
 
-def stage_lines(write: Callable[[str], None]) -> Progress:
+def stage_lines(write: Callable[[str], None]) -> NotedProgress:
     """Return a progress callback that writes a line for each new stage and percentage."""
     last: Stage | None = None
 
-    def report(stage: str, done: int, total: int) -> None:
+    def report(stage: str, done: int, total: int, note: str = "", /) -> None:
         nonlocal last
         # What has one step is begun or over, and no share of it is known.
         now = Stage(stage, min(100 * done // total, 100) if total > 1 else None)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 from tiny_checkpoints import write_tiny
 
 from midfill.config import ModelOptions
@@ -20,7 +21,11 @@ from midfill.engine.process.client import EngineClient
 from midfill.frontend.chat import ChatTemplate
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.models.checkpoints.opening import open_model
-from midfill.serving.server.app import create_app
+from midfill.serving.server.app import DIALECTS, create_app
+from midfill.serving.server.batch.routes import batch_dialect
+from midfill.serving.server.batch.store import BatchStore
+from midfill.serving.server.batch.worker import BatchWorker
+from midfill.serving.server.batch.yielding import InteractiveLoad
 from midfill.serving.server.bodies import MAX_ESCAPES, MAX_VALUES
 from midfill.serving.server.service import ModelService
 from midfill.system.process import freeze_objects
@@ -32,6 +37,9 @@ TRIES = 3  # other programs slow this one down, too
 CONTEXT = 65_536
 TEMPLATE = "{% for message in messages %}{{ message.role }}{{ message.content }}{% endfor %}"
 LETTERS = "a b" * (SPACE // 3)
+STORES: list[BatchStore] = []
+BOUNDARY = b"--form\r\n"
+FILE = b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +52,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelService]:
     prompts._chat = ChatTemplate(TEMPLATE, checkpoint.tokenizer, {})
     engine = EngineClient(folder, ModelOptions())
     service = ModelService("tiny", engine, checkpoint.tokenizer, prompts, LIMIT)
+    STORES[:] = [BatchStore(tmp_path_factory.mktemp("batches"), 2 * LIMIT, 100)]
     freeze_objects()  # as a server does
     yield service
     service.close()
@@ -59,6 +68,12 @@ async def watch(stalls: list[float]) -> None:
         stalls.append(time.process_time() - before)
 
 
+def app_of(service: ModelService) -> ASGIApp:
+    """Return the application with all endpoints that take a body."""
+    worker = BatchWorker(STORES[0], service, InteractiveLoad(), 1)  # type: ignore[arg-type]
+    return create_app(service, dialects=(*DIALECTS, batch_dialect(worker)))
+
+
 def longest_stall(service: ModelService, path: str, body: bytes) -> tuple[float, int]:
     """Return the longest stall in seconds while a request is answered, and its status."""
 
@@ -67,8 +82,9 @@ def longest_stall(service: ModelService, path: str, body: bytes) -> tuple[float,
             yield body[start : start + (1 << 16)]
 
     async def ask() -> tuple[float, int]:
-        transport = httpx.ASGITransport(app=create_app(service))
-        headers = {"content-type": "application/json"}
+        transport = httpx.ASGITransport(app=app_of(service))
+        form = "multipart/form-data; boundary=form"
+        headers = {"content-type": form if path == "/v1/files" else "application/json"}
         stalls: list[float] = []
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             await client.post(path, content=b"{", headers=headers)  # routes are made
@@ -161,12 +177,16 @@ BODIES: list[tuple[str, Callable[[], bytes]]] = [
     ("/api/generate", lambda: numbers("context", MANY, ',"model":"tiny","prompt":"a"')),
     ("/api/chat", lambda: of_json(model="tiny", messages=[MESSAGE] * 100_000)),
     ("/api/show", lambda: of_json(model="a" * SPACE)),
+    ("/v1/batches", lambda: of_json(input_file_id="a" * SPACE, endpoint="/v1/completions")),
+    ("/v1/files", lambda: BOUNDARY + FILE + b"a" * (SPACE - 99)),
+    ("/v1/files", lambda: BOUNDARY + FILE + b"\r\n--for" * (SPACE // 7 - 99)),
+    ("/v1/files", lambda: (BOUNDARY + FILE[:40] + b"\r\n\r\n\r\n") * (SPACE // 55)),
 ]
 
 
 def test_all_that_take_a_body_are_here(service: ModelService) -> None:
     async def describe() -> httpx.Response:
-        transport = httpx.ASGITransport(app=create_app(service))
+        transport = httpx.ASGITransport(app=app_of(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.get("/openapi.json")
 

@@ -120,7 +120,7 @@ def test_an_adapter_is_served_and_named(tiny_folder: Path, tmp_path: Path) -> No
 SERVER_SIDE = """
 import sys
 from pathlib import Path
-from midfill.serving.server.startup import open_model
+from midfill.serving.server.opened_model import open_model
 checkpoint = open_model(Path(sys.argv[1]), Path(sys.argv[2]))
 checkpoint.tokenizer.prepare()
 heavy = {"gguf", "llvmlite", "numba", "torch", "transformers"} & sys.modules.keys()

@@ -29,8 +29,8 @@ from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.metrics import Families, families
+from midfill.serving.server.opened_model import assemble_service
 from midfill.serving.server.service import ModelService
-from midfill.serving.server.startup import assemble_service
 from midfill.system.logs import configure_logs
 
 _log = logging.getLogger(__name__)

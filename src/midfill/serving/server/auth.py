@@ -67,6 +67,7 @@ class KeyRing:
             digest_line(key) or ApiKey(f"key-{number}", key_digest(key.encode()))
             for number, key in enumerate(keys, 1)
         )
+        self._numbered = {f"key-{number}" for number in range(1, len(keys) + 1)}
         self._use(self._read())
 
     def __bool__(self) -> bool:
@@ -101,6 +102,14 @@ class KeyRing:
         # Digests have one length, and all are compared, so the time taken reveals nothing.
         matches = [hmac.compare_digest(digest, known.digest) for known in self._keys]
         return self._keys[matches.index(True)].name if any(matches) else None
+
+    def identity(self, tenant: str) -> bytes:
+        """Return what names a tenant at later starts, too.
+
+        That is its name, or the digest of its key where the name tells only the key's place.
+        """
+        own = next((key for key in self._own if key.name == tenant), None)
+        return tenant.encode() if own is None or tenant not in self._numbered else own.digest
 
     def is_monitor(self, name: str) -> bool:
         """Whether a name's keys only read metrics."""

@@ -78,6 +78,9 @@ class RateLimits:
     Args:
         limits_of: a tenant's limits, which may change at any time.
         clock: seconds, for tests.
+
+    Attributes:
+        on_running: called with how many requests of all tenants generate, when that changes.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class RateLimits:
     ) -> None:
         self._limits_of = limits_of
         self._clock = clock
+        self.on_running: Callable[[int], None] = lambda running: None
+        self._running = 0
         self._usage: dict[str, _Usage] = {}
 
     def count_request(self, tenant: str) -> None:
@@ -126,12 +131,18 @@ class RateLimits:
                 raise _too_many(f"{limits.tokens} tokens per minute", wait)
         usage.tokens.level -= prompt_tokens
         usage.running += 1
+        self._count_running(1)
         charge = Charge()
         try:
             yield charge
         finally:
             usage.running -= 1
+            self._count_running(-1)
             usage.tokens.level -= charge.tokens
+
+    def _count_running(self, more: int) -> None:
+        self._running += more
+        self.on_running(self._running)
 
     def _of(self, tenant: str) -> _Usage:
         return self._usage.setdefault(tenant, _Usage())

@@ -1,37 +1,27 @@
 """run_server: from ServeOptions to a running server: bind, load, listen."""
 
-import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
-from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from midfill.config import ModelOptions
 from midfill.engine.disaggregated.client import DisaggregatedClient
 from midfill.engine.messages import EngineInfo
 from midfill.engine.process.client import EngineClient
 from midfill.engine.process.supervision import EngineProcess
-from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
-from midfill.infill.formats import FimFormat
-from midfill.infill.window import WindowRule
-from midfill.methods.resolver import AllowedMethods
-from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions
-from midfill.serving.server.app import create_app
-from midfill.serving.server.key_file import key_digest
+from midfill.serving.server.app import DIALECTS, create_app
+from midfill.serving.server.auth import KeyRing
+from midfill.serving.server.dialects.dialect import Dialect
 from midfill.serving.server.kv_routes import kv_routes
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.listening import Listener, answer_until_stopped, listen
 from midfill.serving.server.metrics import Families, families
-from midfill.serving.server.served_engine import ServedEngine
+from midfill.serving.server.opened_model import OpenedModel, assemble_service, open_engine
 from midfill.serving.server.service import ModelService
-from midfill.system.process import without_collections
 from midfill.system.progress import Progress
 
 _WORKER_LABELS = ("role", "worker")
@@ -117,103 +107,30 @@ async def open_service(
     Raises:
         MidfillError: the model can't be loaded.
     """
-    run = options.options
-    AllowedMethods(run.allow_methods, run.method)  # checks them
-    engine = _engine_client(options, path, on_progress, spawned)
-    starting = asyncio.ensure_future(engine.start())
-    try:
-        # Meanwhile, the model is opened here, too; its faults are told by whoever finds them here.
-        checkpoint, format = await asyncio.to_thread(_open_for_prompts, options, path)
-        info = await starting
-        service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
-        if isinstance(engine, DisaggregatedClient):
-            service.metrics.add(partial(worker_metrics, engine))
-        try:
-            yield service
-        finally:
-            service.close()
-    finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await engine.close()
+    async with (
+        open_engine(options, path, on_progress, spawned) as opened,
+        _service_of(options, opened, tenants, limits) as service,
+    ):
+        yield service
 
 
-def _open_for_prompts(options: ServeOptions, path: Path) -> tuple[Checkpoint, FimFormat | None]:
-    """Open the model for what its prompts need, with all that the first request would wait for."""
-    run = options.options
-    with without_collections():
-        checkpoint = open_model(path, run.adapter_path, run.weights)
-        format = fim_format(checkpoint, options.fim_tokens)
-        checkpoint.tokenizer.prepare()
-    return checkpoint, format
-
-
-def _engine_client(
+@contextlib.asynccontextmanager
+async def _service_of(
     options: ServeOptions,
-    path: Path,
-    on_progress: Progress | None,
-    spawned: EngineProcess | None,
-) -> EngineClient | DisaggregatedClient:
-    """Return the engine that the options ask for, not yet started."""
-    client = (
-        partial(DisaggregatedClient, workers=options.workers)
-        if options.workers.prefill
-        else EngineClient
-    )
-    return client(
-        path,
-        _with_scope(options.options, options.api_keys),
-        on_progress=on_progress,
-        max_queued_tokens=options.max_queued_tokens,
-        logs=options.logs,
-        step_timeout=options.step_timeout,
-        max_tenant_tokens=options.max_queued_tokens_per_key,
-        spawned=spawned,
-    )
-
-
-async def assemble_service(
-    options: ServeOptions,
-    checkpoint: Checkpoint,
-    format: FimFormat | None,
-    engine: ServedEngine,
-    info: EngineInfo,
+    opened: OpenedModel,
     tenants: Sequence[str],
     limits: RateLimits | None,
-) -> ModelService:
-    """Return the service of a model whose engine runs, here or elsewhere.
-
-    Args:
-        options: what to serve and how.
-        checkpoint: the model's; only its tokenizer and what it says of itself are read.
-        format: its FIM tokens.
-        engine: runs it.
-        info: what the engine reported of itself.
-        tenants: everybody who may send requests.
-        limits: what they may use; None is everything.
-    """
-    run = options.options
-    window = None if options.window is None else WindowRule(*options.window)
-    prompts = await asyncio.to_thread(
-        PromptEncoder, checkpoint, format, info.context, window, options.snippets,
-        options.document_memory,
-    )  # fmt: skip
-    return ModelService(
-        options.served_name or _short_name(options.model),
-        engine,
-        checkpoint.tokenizer,
-        prompts,
-        options.max_body_bytes,
-        aliases=options.aliases,
-        check_method=AllowedMethods(run.allow_methods, run.method).check,
-        idle_prefill=options.idle_prefill,
-        stream_interval=options.stream_interval,
-        completion_timeout=options.completion_timeout,
-        min_confidence=options.min_confidence,
-        candidates=None if sum(options.workers) else options.candidates,
-        tenants=tenants,
-        limits=limits,
+) -> AsyncIterator[ModelService]:
+    """Return the service of a model whose engine runs; it ends with the ``with`` block."""
+    service = await assemble_service(
+        options, opened.checkpoint, opened.format, opened.engine, opened.info, tenants, limits
     )
+    if isinstance(opened.engine, DisaggregatedClient):
+        service.metrics.add(partial(worker_metrics, opened.engine))
+    try:
+        yield service
+    finally:
+        service.close()
 
 
 async def _serve(
@@ -225,22 +142,40 @@ async def _serve(
     listener: Listener,
 ) -> None:
     keys, limits = listener.keys, RateLimits(listener.keys.limits_of)
-    opened = open_service(options, path, on_progress, keys.tenants, limits, spawned)
-    async with opened as service:
+    async with (
+        open_engine(options, path, on_progress, spawned) as opened,
+        _service_of(options, opened, keys.tenants, limits) as service,
+        _dialects(options, opened, keys, limits) as dialects,
+    ):
 
         def listening() -> None:
-            if on_ready is not None and service.engine.info is not None:
-                on_ready(listener.url, service.engine.info, service)
+            if on_ready is not None:
+                on_ready(listener.url, opened.info, service)
 
         app = create_app(
             service,
             keys,
             listener.traces,
+            dialects,
             redact=options.logs.redact,
             own_hosts=listener.own_hosts,
             kv=_kv_routes(options, service),
         )
         await answer_until_stopped(app, listener, service, listening, options=options.listen)
+
+
+@contextlib.asynccontextmanager
+async def _dialects(
+    options: ServeOptions, opened: OpenedModel, keys: KeyRing, limits: RateLimits
+) -> AsyncIterator[Sequence[Dialect]]:
+    """Return the dialects to answer in; batches are answered within the ``with`` block."""
+    if not options.batches.storage:
+        yield DIALECTS
+        return
+    from midfill.serving.server.batch.opening import open_batches  # few servers need it
+
+    async with open_batches(options, opened, keys, limits) as dialect:
+        yield (*DIALECTS, dialect)
 
 
 def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None:
@@ -251,27 +186,6 @@ def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None
     ):
         return None
     return kv_routes(engine, options.kv_transfer_key)
-
-
-def _with_scope(options: ModelOptions, api_keys: Sequence[str]) -> ModelOptions:
-    """Return the engine's options with what makes the tenants' names unique beyond this server.
-
-    Keys without a file have names by their order, which may be others' at the next start.
-    """
-    if not api_keys:
-        return options
-    digests = b"".join(key_digest(key.encode()) for key in api_keys)
-    tier = structs.replace(options.warm_tier, scope=hashlib.sha256(digests).hexdigest())
-    return structs.replace(options, warm_tier=tier)
-
-
-def _short_name(model: str) -> str:
-    """Return the last part of a path to a file or folder; any other name as it is."""
-    path = Path(model).expanduser()
-    if not path.exists():
-        return model
-    path = path.resolve()
-    return path.stem if path.is_file() else path.name
 
 
 def worker_metrics(engine: DisaggregatedClient) -> Families:

@@ -1,0 +1,1 @@
+"""Batches of requests: how they are ordered, read, answered and resumed."""
