@@ -127,6 +127,7 @@ TESTED_THROUGH = {
         "serving/gateway/upstream_http",
     ),
     "serving/server/batch/test_routes.py": (
+        "serving/server/batch/opening",
         "serving/server/batch/upload",
         "serving/server/batch/worker",
     ),
