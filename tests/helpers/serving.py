@@ -1,5 +1,6 @@
 """Building engines in tests, running them to their end, and what must hold at that end."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from midfill.arrays import Float32Array
-from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.engine import Clock, Engine, EngineOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, TokenLogprobs
 from midfill.engine.scheduling.drafting import AcceptanceRates
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
@@ -83,6 +84,7 @@ def build_engine(
     methods: Mapping[str, Method | None] | None = None,
     by_layers: bool = False,
     warm_tier: WarmTier | None = None,
+    clock: Clock = time,
 ) -> Engine:
     """Build an engine with the policies that are served, sized for the test.
 
@@ -104,6 +106,7 @@ def build_engine(
         method=method,
         find_method=None if methods is None else methods.__getitem__,
         warm_tier=warm_tier,
+        clock=clock,
     )
 
 

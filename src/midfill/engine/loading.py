@@ -12,7 +12,6 @@ from midfill.engine.kv_transfer.warm_cache import open_warm_tier
 from midfill.engine.messages import EngineInfo
 from midfill.engine.scheduling.drafting import AcceptanceRates
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
-from midfill.engine.scheduling.policies.continuum import Continuum
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
@@ -21,7 +20,7 @@ from midfill.engine.scheduling.registry import resolve_scheduler
 from midfill.engine.scheduling.scheduler import SchedulerPolicy
 from midfill.engine.scheduling.step_cost import StepCost, StepTimeLimit
 from midfill.engine.scheduling.tool_calls import find_tool
-from midfill.engine.sequences.retention import Retention
+from midfill.engine.sequences.retention import Retention, RetentionPolicy
 from midfill.engine.step.speculation import Speculation
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.kv.blob import KvIdentity
@@ -144,8 +143,8 @@ def lookahead(options: ModelOptions) -> int:
 
 def retention(options: ModelOptions, tokenizer: Tokenizer) -> Retention | None:
     """Return what keeps the KV of programs between their requests; None if no policy does."""
-    order = resolve_scheduler(options.scheduler).order
-    if not isinstance(order, Continuum):
+    order: object = resolve_scheduler(options.scheduler).order
+    if not isinstance(order, RetentionPolicy):
         return None
 
     def tool_of(token_ids: Int32Array) -> str:

@@ -4,13 +4,13 @@ import math
 import time
 
 import pytest
-from toy_engine import engine, prompt, sampling, truth
+from toy_engine import prompt, sampling, truth
+from toy_runner import ToyRunner
 
-from midfill.engine import engine as engine_module
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
 from midfill.engine.scheduling.admission import Deadlines
-from serving import check_idle, request, serve
+from serving import build_engine, check_idle, request, serve
 
 
 class Clock:
@@ -24,10 +24,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(engine_module, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
+
+
+def engine(clock: Clock, **options: int) -> Engine:
+    return build_engine(ToyRunner(512), clock=clock, **options)
 
 
 def asked(name: str, seconds: float, *, whole: bool = False, length: int = 40) -> EngineRequest:
@@ -40,7 +42,7 @@ def reasons(one: Engine) -> dict[str, str]:
 
 
 def test_a_request_that_has_waited_for_too_long_is_not_started(clock: Clock) -> None:
-    one = engine()
+    one = engine(clock)
     one.add(asked("late", 1.0))
     clock.now += 1.0
     assert reasons(one) == {"late": "expired"}
@@ -49,7 +51,7 @@ def test_a_request_that_has_waited_for_too_long_is_not_started(clock: Clock) -> 
 
 
 def test_one_in_prefill_is_not_continued_and_what_it_has_computed_stays(clock: Clock) -> None:
-    one = engine(token_budget=16)
+    one = engine(clock, token_budget=16)
     one.add(asked("late", 1.0))
     one.step()
     clock.now += 2.0
@@ -62,7 +64,7 @@ def test_one_in_prefill_is_not_continued_and_what_it_has_computed_stays(clock: C
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_answer_that_has_begun_continues_if_it_is_streamed(clock: Clock, whole: bool) -> None:
-    one = engine()
+    one = engine(clock)
     one.add(asked("begun", 1.0, whole=whole))
     one.step()
     clock.now += 2.0
@@ -70,7 +72,7 @@ def test_an_answer_that_has_begun_continues_if_it_is_streamed(clock: Clock, whol
 
 
 def test_the_others_are_not_affected(clock: Clock) -> None:
-    one = engine(max_running=1)
+    one = engine(clock, max_running=1)
     one.add(asked("first", 100.0))
     one.add(asked("late", 1.0, length=30))
     one.add(asked("last", 100.0, length=20))
@@ -83,7 +85,7 @@ def test_the_others_are_not_affected(clock: Clock) -> None:
 
 
 def test_all_answers_of_a_request_end(clock: Clock) -> None:
-    one = engine()
+    one = engine(clock)
     request_of_three = request(
         "a", prompt(40), sampling(n=3), deadline=clock.now + 1, stream_interval=math.inf
     )

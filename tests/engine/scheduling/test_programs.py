@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.engine.scheduling.policies.continuum import FinishedTurn
 from midfill.engine.scheduling.programs import (
     Durations,
+    FinishedTurn,
     Programs,
     Progress,
     RebuildCost,

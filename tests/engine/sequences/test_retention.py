@@ -16,11 +16,11 @@ from midfill.arrays import Int32Array
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineOutput, RequestHints
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
-from midfill.engine.scheduling.policies.continuum import Continuum, FinishedTurn
+from midfill.engine.scheduling.policies.continuum import Continuum
 from midfill.engine.scheduling.policies.fcfs import FirstComeFirstServed
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission, QueueOrder
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
-from midfill.engine.scheduling.programs import Programs, RebuildCost
+from midfill.engine.scheduling.programs import FinishedTurn, Programs, RebuildCost
 from midfill.engine.scheduling.scheduler import ProgramId
 from midfill.engine.scheduling.step_cost import StepCost
 from midfill.engine.sequences.retention import Retention

@@ -2,15 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from midfill.arrays import Int32Array
-from midfill.engine.scheduling.policies.continuum import Continuum
-from midfill.engine.scheduling.programs import Programs
+from midfill.engine.scheduling.programs import FinishedTurn, Programs
 from midfill.engine.scheduling.scheduler import Pin, ProgramId, ScheduleState
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.kv.radix_cache import RadixNode
+
+
+@runtime_checkable
+class RetentionPolicy(Protocol):
+    """Decides how long KV is kept between a program's requests."""
+
+    @property
+    def max_pinned(self) -> float:
+        """Share of the KV pool that may be kept."""
+
+    def time_to_live(self, turn: FinishedTurn) -> float:
+        """Return for how many seconds a turn's KV is kept; 0 leaves it to the cache."""
+
+    def release(self, state: ScheduleState) -> tuple[ProgramId, ...]:
+        """Return whose KV is kept no longer; asked again until there are none."""
 
 
 class _PinnedKv(NamedTuple):
@@ -35,7 +49,7 @@ class Retention:
     """
 
     def __init__(
-        self, policy: Continuum, programs: Programs, tool_of: Callable[[Int32Array], str]
+        self, policy: RetentionPolicy, programs: Programs, tool_of: Callable[[Int32Array], str]
     ) -> None:
         self._policy = policy
         self._programs = programs

@@ -9,12 +9,12 @@ from schedule_states import CacheFacts, decoding
 
 from midfill.engine.scheduling.policies.continuum import (
     Continuum,
-    FinishedTurn,
     best_time_to_live,
     cold_start_time_to_live,
 )
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.engine.scheduling.programs import FinishedTurn
 from midfill.engine.scheduling.scheduler import (
     Hints,
     Pin,

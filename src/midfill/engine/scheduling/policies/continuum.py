@@ -11,9 +11,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from midfill.engine.scheduling.policies.ordered_admission import QueueOrder, Rank
+from midfill.engine.scheduling.programs import FinishedTurn
 from midfill.engine.scheduling.scheduler import (
     Pin,
     ProgramId,
@@ -21,32 +21,6 @@ from midfill.engine.scheduling.scheduler import (
     ScheduleState,
     WaitingSequence,
 )
-
-
-class FinishedTurn(NamedTuple):
-    """A turn of a program that has just ended.
-
-    Attributes:
-        tool: the tool that its answer calls; "" if it calls none, or nobody can tell.
-        tool_durations: how long earlier calls of this tool took, in seconds, ascending.
-        durations: the same of all tools.
-        queue_delay: how long follow-ups waited to be admitted whose KV was not kept, on average: T.
-        progress_weight: how much a program's progress tells about what is left of it, from -1 to 1:
-            eta.
-        rebuild_seconds: how long it would take to compute the turn's KV again: R.
-    """
-
-    tool: str
-    tool_durations: Sequence[float]
-    durations: Sequence[float]
-    queue_delay: float
-    progress_weight: float
-    rebuild_seconds: float
-
-    @property
-    def benefit(self) -> float:
-        """Seconds that a follow-up saves if the KV is still there: T * eta + R."""
-        return self.queue_delay * self.progress_weight + self.rebuild_seconds
 
 
 @dataclass(frozen=True)
