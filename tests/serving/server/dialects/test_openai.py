@@ -156,5 +156,8 @@ def test_hints_that_make_no_sense_are_refused(server: RunningServer, path: str) 
         assert refused.status_code == 400
         error = refused.json()["error"]
         assert (error["param"], error["message"]) == (said.split()[0], said)
+    for expected in (0, 10**9, 10**30):
+        hints = {"priority": 3, "job_id": "x", "expected_tokens": expected}
+        assert server.post(path, {**body, **hints}).status_code == 200
     served = server.post(path, {**body, "priority": 3, "job_id": "x", "expected_tokens": 0})
     assert served.status_code == 200

@@ -27,6 +27,7 @@ from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ModelService
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
+_MAX_EXPECTED = 2**31 - 1
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -73,9 +74,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         Raises:
             InvalidRequestError: a value makes no sense.
         """
+        expected = self.expected_tokens
         hints = RequestHints(
             priority=self.priority or 0,
-            expected_tokens=self.expected_tokens,
+            # Beyond the context all count alike, and messages have numbers of 64 bits.
+            expected_tokens=None if expected is None else min(expected, _MAX_EXPECTED),
             program=self.job_id or "",
             last_step=bool(self.is_last_step),
         )
