@@ -15,6 +15,7 @@ from midfill.errors import InvalidRequestError
 from midfill.methods.method import CombinedMethod, Method, ModelSpecific
 
 OFF = "none"
+_MAX_SPECIFICATION = 1000
 """A specification that asks for no method."""
 
 KINDS = {
@@ -133,9 +134,19 @@ def resolve_method(specification: str) -> Method | ModelSpecific | None:
 
 
 def split_specification(specification: str) -> list[str]:
-    """Return the specifications of the methods that one names together; none for no method."""
+    """Return the specifications of the methods that one names together; none for no method.
+
+    Raises:
+        InvalidRequestError: it is longer than any that means something.
+    """
     if specification in ("", OFF):
         return []
+    if len(specification) > _MAX_SPECIFICATION:
+        raise InvalidRequestError(
+            f"a name with its options has at most {_MAX_SPECIFICATION} characters, not"
+            f" {len(specification)}",
+            param="method",
+        )
     return re.split(r"\+(?=[a-z])", specification)  # a "+" in a number's exponent divides nothing
 
 

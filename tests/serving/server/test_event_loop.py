@@ -20,6 +20,7 @@ from midfill.config import ModelOptions
 from midfill.engine.process.client import EngineClient
 from midfill.frontend.chat import ChatTemplate
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
+from midfill.methods.resolver import AllowedMethods
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.batch.routes import batch_dialect
@@ -51,7 +52,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelService]:
     checkpoint.tokenizer.prepare()
     prompts._chat = ChatTemplate(TEMPLATE, checkpoint.tokenizer, {})
     engine = EngineClient(folder, ModelOptions())
-    service = ModelService("tiny", engine, checkpoint.tokenizer, prompts, LIMIT)
+    methods = AllowedMethods(("any",), "none")
+    service = ModelService(
+        "tiny", engine, checkpoint.tokenizer, prompts, LIMIT, check_method=methods.check
+    )
     STORES[:] = [BatchStore(tmp_path_factory.mktemp("batches"), 2 * LIMIT, 100)]
     freeze_objects()  # as a server does
     yield service
@@ -155,6 +159,8 @@ BODIES: list[tuple[str, Callable[[], bytes]]] = [
         "/v1/completions",
         lambda: of_json(prompt="a", midfill={"layout": "\n" * (MAX_ESCAPES - 99)}),
     ),
+    ("/v1/completions", lambda: of_json(prompt="a", midfill={"method": "\0" * (MAX_ESCAPES // 4)})),
+    ("/v1/completions", lambda: of_json(prompt="a", midfill={"method": "a+" * (SPACE // 2)})),
     ("/v1/completions", lambda: of_json(prompt=",\\" * (SPACE // 4))),
     ("/v1/completions", lambda: b'"' * LIMIT),
     (
