@@ -18,6 +18,7 @@ KVCacheDtypeName = Literal["auto", "f32", "f16", "bf16", "i8"]
 
 What "auto" means for a model, ``runners.cpu.runner.choose_kv_cache_dtype`` says.
 """
+DEFAULT_SCHEDULER = "sarathi-serve"
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -251,7 +252,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             " order such as shortest-first, priority or edf; see docs/scheduling.md. Answers are"
             " the same.",
         ),
-    ] = "sarathi-serve"
+    ] = DEFAULT_SCHEDULER
     max_running: int = 128
     adapter: Annotated[
         str | None,

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import typer
 
-from midfill.config import FimTokens
+from midfill.config import DEFAULT_SCHEDULER, FimTokens
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.serving.options import WindowSize
 
@@ -116,7 +116,7 @@ def parse_scheduler(text: str) -> str:
     Raises:
         typer.BadParameter: there is no such policy or option, or a value doesn't fit.
     """
-    if text == "sarathi-serve":
+    if text == DEFAULT_SCHEDULER:  # what most starts need no registry for
         return text
     from midfill.engine.scheduling.registry import resolve_scheduler
 

@@ -6,19 +6,19 @@ import pytest
 from toy_engine import prompt, sampling, truth
 from toy_runner import LAYERS, ToyRunner
 
-from midfill.config import ModelOptions
+from midfill.config import DEFAULT_SCHEDULER, ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import lookahead, scheduler_policy
 from midfill.engine.request import EngineRequest, RequestHints
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.shortest_first import ShortestPromptFirst
-from midfill.engine.scheduling.registry import DEFAULT, POLICIES, ChosenPolicies, resolve_scheduler
+from midfill.engine.scheduling.registry import POLICIES, ChosenPolicies, resolve_scheduler
 from midfill.errors import InvalidRequestError
 from serving import check_idle, request, serve
 
 
 def test_the_default_is_sarathi_serve_with_the_queue_as_it_is() -> None:
-    assert resolve_scheduler(DEFAULT) == ChosenPolicies(SarathiServe)
+    assert resolve_scheduler(DEFAULT_SCHEDULER) == ChosenPolicies(SarathiServe)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -38,7 +38,10 @@ def test_an_order_goes_with_a_way_of_batching() -> None:
 def test_options_of_the_batching_take_the_place_of_the_server_s_own() -> None:
     chosen = resolve_scheduler("sarathi-serve:short_share=0")
     assert chosen.build_batching(7, 3, short_share=0.5) == SarathiServe(7, 3, short_share=0.0)
-    assert resolve_scheduler(DEFAULT).build_batching(7, 3, short_share=0.5).short_share == 0.5
+    assert (
+        resolve_scheduler(DEFAULT_SCHEDULER).build_batching(7, 3, short_share=0.5).short_share
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize(

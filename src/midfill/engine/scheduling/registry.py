@@ -17,8 +17,6 @@ Kind = Literal["batching", "layers", "order"]
 """What a policy decides: "batching" which tokens run in a step (a subclass of ``SarathiServe``),
 "layers" the same for prompts that run layer by layer, "order" who is admitted next."""
 
-DEFAULT = "sarathi-serve"
-
 _SIZES = frozenset({"token_budget", "max_running"})
 """Fields that other options of the server set."""
 

@@ -1,13 +1,14 @@
 """BatchStore: what is on disk is what there is, within bounds, each tenant's for itself."""
 
 import asyncio
-import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from midfill.errors import MidfillError
 from midfill.serving.server.auth import KeyRing
+from midfill.serving.server.batch.rows import RowResponse, RowResult
 from midfill.serving.server.batch.store import (
     BatchObject,
     BatchStore,
@@ -128,12 +129,17 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("statuses", [[200, 400, None], [200], [None], []])
 def test_results_are_split_by_what_they_are(tmp_path: Path, statuses: list[int | None]) -> None:
+    def response(status: int) -> RowResponse:
+        return RowResponse(status_code=status, request_id="r", body=msgspec.Raw(b"{}"))
+
     rows = [
-        {"id": str(number), "response": None if status is None else {"status_code": status}}
+        RowResult(
+            id=str(number), custom_id=None, response=None if status is None else response(status)
+        )
         for number, status in enumerate(statuses)
     ]
     results, good, bad = (tmp_path / name for name in ("results", "good", "bad"))
-    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     found = split_results(results, good, bad)
     assert found == (200 in statuses, any(status != 200 for status in statuses))
     assert (good.exists(), bad.exists()) == found

@@ -20,20 +20,6 @@ from midfill.serving.server.batch.rows import ID_PREFIX, RowResult
 _START = f'{{"id":"{ID_PREFIX}'.encode()
 
 
-class _Written(msgspec.Struct):
-    """What is read again of a result."""
-
-    class Response(msgspec.Struct):
-        status_code: int
-
-    id: str
-    response: Response | None
-
-    @property
-    def succeeded(self) -> bool:
-        return self.response is not None and self.response.status_code < 400
-
-
 class ResultFile:
     """The results of a batch.
 
@@ -151,14 +137,14 @@ class ResultFile:
                         raise self._foreign(number)
                     break
                 try:
-                    row = msgspec.json.decode(line, type=_Written)
+                    row = msgspec.json.decode(line, type=RowResult)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     raise self._foreign(number) from None
                 self._record(row)
                 size += len(line)
         return size
 
-    def _record(self, row: RowResult | _Written) -> None:
+    def _record(self, row: RowResult) -> None:
         self.done.add(row.id)
         self.failed += not row.succeeded
 

@@ -20,6 +20,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from midfill.errors import MidfillError
+from midfill.serving.server.batch.rows import RowResult
 from midfill.serving.server.responses import ApiError
 from midfill.system.files import rename_synced, replacing_file
 
@@ -316,17 +317,10 @@ def split_results(results: Path, output: Path, errors: Path) -> tuple[bool, bool
         Whether there are rows of each kind; a file without rows is not made.
     """
 
-    class Row(msgspec.Struct):
-        class Response(msgspec.Struct):
-            status_code: int
-
-        response: Response | None
-
     found = [False, False]
     with results.open("rb") as rows, output.open("wb") as good, errors.open("wb") as bad:
         for line in rows:
-            response = msgspec.json.decode(line, type=Row).response
-            failed = response is None or response.status_code >= 400
+            failed = not msgspec.json.decode(line, type=RowResult).succeeded
             found[failed] = True
             (bad if failed else good).write(line)
         for file in (good, bad):
