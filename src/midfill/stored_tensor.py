@@ -1,6 +1,7 @@
 """StoredTensor: a tensor as a checkpoint's file stores it."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,11 @@ class StoredTensor:
         name: canonical name.
         shape: logical shape, e.g. (out_features, in_features).
         kind: lower-case GGML type name: "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1",
-            "q8_0", "q2_k" ... "q6_k", ...
+            "q8_0", "q2_k" ... "q6_k", ...; or "f8_e4m3".
         data: "f32": float32 of ``shape``; "f16": float16; "bf16": uint16 bit patterns of
-            ``shape``; quantised kinds: uint8 [rows, bytes per row], rows = prod(shape[:-1]),
-            each row a sequence of GGML blocks. May be a read-only memory map.
+            ``shape``; "f8_e4m3": uint8 bit patterns of ``shape``; quantised kinds: uint8 [rows,
+            bytes per row], rows = prod(shape[:-1]), each row a sequence of GGML blocks. May be a
+            read-only memory map.
     """
 
     name: str
@@ -33,12 +35,23 @@ class StoredTensor:
             return self.data.astype(np.float32)
         if self.kind == "bf16":
             return (self.data.astype(np.uint32) << 16).view(np.float32)
+        if self.kind == "f8_e4m3":
+            return np.take(_float8_values(), self.data.view(np.uint8))
         # Slow to import, and needed only while weights are packed.
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         values = dequantize(self.data, GGMLQuantizationType[self.kind.upper()])
         return np.asarray(values, np.float32).reshape(self.shape)
+
+
+@cache
+def _float8_values() -> npt.NDArray[np.float32]:
+    """Return the value of each bit pattern of float8 E4M3, which has no infinity: float32 [256]."""
+    exponents, fractions = np.arange(16)[:, None], np.arange(8) / np.float32(8)
+    values = np.where(exponents == 0, fractions * 2.0**-6, (1 + fractions) * 2.0 ** (exponents - 7))
+    values[15, 7] = np.nan
+    return np.concatenate([values, -values]).reshape(-1).astype(np.float32)
 
 
 def quantized(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredTensor:

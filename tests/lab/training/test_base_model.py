@@ -3,6 +3,7 @@
 import math
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +27,16 @@ def tokens(length: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(ids)[None]
 
 
+def bounds(starts: list[int]) -> dict[str, Any]:
+    longest = max(stop - start for start, stop in pairwise(starts))
+    return {"cu_seq_lens_q": torch.tensor(starts, dtype=torch.int32), "max_length_q": longest}
+
+
 def logits_of(model: torch.nn.Module, ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(starts)])
     with torch.inference_mode():
         logits: torch.Tensor = model(
-            input_ids=ids, position_ids=positions[None], cu_seq_lens_q=starts, use_cache=False
+            input_ids=ids, position_ids=positions[None], **bounds(starts), use_cache=False
         ).logits
     return logits
 
@@ -101,7 +107,7 @@ def test_float32_attention_and_gradients_are_those_of_a_naive_reference(
         torch.nn.Module(),
         *tensors,
         None,
-        cu_seq_lens_q=STARTS,
+        **bounds(STARTS),
         scaling=scale,
         sliding_window=window,
     )
@@ -121,7 +127,7 @@ def test_float32_attention_and_gradients_are_those_of_a_naive_reference(
 def test_bfloat16_attention_and_gradients_are_close_to_float32(window: int | None) -> None:
     tensors = inputs(2, torch.bfloat16)
     result, _ = packed_attention(
-        torch.nn.Module(), *tensors, None, cu_seq_lens_q=STARTS, sliding_window=window
+        torch.nn.Module(), *tensors, None, **bounds(STARTS), sliding_window=window
     )
     precise = [each.detach().float().requires_grad_() for each in tensors]
     expected = naive(*precise, 1 / math.sqrt(8), window)
@@ -139,10 +145,29 @@ def test_bfloat16_attention_and_gradients_are_close_to_float32(window: int | Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_gradient_crosses_an_example(dtype: torch.dtype) -> None:
     tensors = inputs(2, dtype)
-    result, _ = packed_attention(torch.nn.Module(), *tensors, None, cu_seq_lens_q=STARTS)
+    result, _ = packed_attention(torch.nn.Module(), *tensors, None, **bounds(STARTS))
     for start, stop in pairwise(STARTS):
         gradients = torch.autograd.grad(result[:, start:stop].sum(), tensors, retain_graph=True)
         for gradient in gradients:
             outside = torch.ones(STARTS[-1], dtype=torch.bool)
             outside[start:stop] = False
             assert not gradient[:, :, outside].any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_gpus_attention_and_gradients_are_close_to_float32(window: int | None) -> None:
+    tensors = [each.detach().cuda().requires_grad_() for each in inputs(2, torch.bfloat16)]
+    starts = [*STARTS, STARTS[-1], STARTS[-1]]  # empty examples, as padding has them
+    on_gpu = bounds(starts) | {"cu_seq_lens_q": torch.tensor(starts, dtype=torch.int32).cuda()}
+    result, _ = packed_attention(torch.nn.Module(), *tensors, None, **on_gpu, sliding_window=window)
+    precise = [each.detach().float().cpu().requires_grad_() for each in tensors]
+    expected = naive(*precise, 1 / math.sqrt(8), window)
+    torch.testing.assert_close(result.float().cpu(), expected, atol=0.03, rtol=0.03)
+    direction = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+    for ours, theirs in zip(
+        torch.autograd.grad(result, tensors, direction.bfloat16().cuda()),
+        torch.autograd.grad(expected, precise, direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours.float().cpu(), theirs, atol=0.06, rtol=0.06)

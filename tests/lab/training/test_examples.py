@@ -157,6 +157,27 @@ def test_loss_weights_follow_the_recipe(
     assert example.ids.dtype == np.int32
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(hole=holes(), seed=st.integers(0, 1000))
+def test_the_prompts_text_is_learned_with_the_weight_of_contexts(
+    tokenizer: Tokenizer, hole: Hole, seed: int
+) -> None:
+    recipe = dataclasses.replace(MANY, context_weight=0.25)
+    plain, example = (make(tokenizer, hole, each, seed=seed) for each in (MANY, recipe))
+    assert example.ids.tolist() == plain.ids.tolist()
+    sentinels = [example.ids.tolist().index(tokenizer.special_tokens[name]) for name in FIM]
+    after_mid = sentinels[2] + 1
+    assert example.weights[after_mid:].tolist() == plain.weights[after_mid:].tolist()
+    assert not example.weights[sentinels].any()
+    context = np.delete(np.arange(after_mid), sentinels)
+    assert set(example.weights[context].tolist()) <= {0.0, 0.25}
+    assert (example.without_end[context] == (example.weights[context] > 0)).all()
+    # Tokens that a cut broke are input only: what is learned is what stands before no cut.
+    starts = [at for at in example.fragment_starts if at < after_mid]
+    unlearned = context[example.weights[context] == 0]
+    assert len(starts) > 0 or not len(unlearned)
+
+
 def test_a_token_cut_by_the_caret_is_learned_after_it_only(
     tokenizer: Tokenizer,
 ) -> None:
@@ -422,3 +443,51 @@ def test_rows_are_well_filled() -> None:
     examples = [example(number, int(length)) for number, length in enumerate(lengths)]
     rows = [row for each in examples if (row := packer.add(each)) is not None]
     assert np.mean([len(row.ids) for row in rows]) > 900
+
+
+def packed(*lengths: int) -> PackedRow:
+    return PackedRow.pack([example(number, length) for number, length in enumerate(lengths)])
+
+
+def test_joined_rows_are_those_of_all_their_examples() -> None:
+    first, second = packed(3, 5), packed(4)
+    joined = PackedRow.join([first, second])
+    assert parts(joined) == parts(first) + parts(second)
+    assert joined.characters == first.characters + second.characters
+    assert joined.positions.tolist() == [*range(3), *range(5), *range(4)]
+
+
+def test_a_joined_row_keeps_what_is_aligned() -> None:
+    def aligned(number: int) -> Example:
+        plain = np.full(4, number, np.int32)
+        pairs = np.array([[1, 0], [2, 3]], np.int32)
+        return dataclasses.replace(example(number, 3), plain_ids=plain, aligned=pairs)
+
+    rows = [PackedRow.pack([aligned(0), aligned(1)]), PackedRow.pack([aligned(2)])]
+    joined, whole = PackedRow.join(rows), PackedRow.pack([aligned(n) for n in range(3)])
+    assert joined.plain_ids.tolist() == whole.plain_ids.tolist()
+    assert joined.plain_cu_seqlens.tolist() == whole.plain_cu_seqlens.tolist()
+    assert joined.aligned.tolist() == whole.aligned.tolist()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 40))
+def test_padding_adds_examples_of_which_nothing_is_learned(
+    lengths: list[int], missing: int
+) -> None:
+    row = packed(*lengths)
+    tokens = len(row.ids) + missing
+    padded = row.padded(tokens, examples=20, length=9)
+    assert len(padded.ids) == tokens
+    assert len(padded.cu_seqlens) == 21
+    assert padded.cu_seqlens.dtype == np.int32
+    assert padded.cu_seqlens[-1] == tokens
+    assert np.diff(padded.cu_seqlens).max() <= 9
+    assert parts(padded)[: len(lengths)] == parts(row)
+    assert not padded.weights[len(row.ids) :].any()
+
+
+def test_a_row_that_is_longer_than_the_padded_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="no room for 5"):
+        packed(5).padded(4, examples=9, length=9)
+    with pytest.raises(ValueError, match="no room for 5"):
+        packed(2, 3).padded(9, examples=2, length=9)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_tiny, write_variant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,7 +65,8 @@ def logits(model: Any, **more: Any) -> torch.Tensor:
 
 def packed_logits(model: Any) -> torch.Tensor:
     positions = torch.arange(LENGTH)[None]
-    return logits(model, position_ids=positions, cu_seq_lens_q=[0, LENGTH])
+    bounds = torch.tensor([0, LENGTH], dtype=torch.int32)
+    return logits(model, position_ids=positions, cu_seq_lens_q=bounds, max_length_q=LENGTH)
 
 
 def close(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -102,6 +104,31 @@ class TestAdapter:
         assert adapter.record.base_digest == checkpoint.content_digest
         merged = load_base_model(AdaptedCheckpoint(checkpoint, adapter), torch.float32)
         close(packed_logits(merged.eval()), expected)
+
+    def test_float8_takes_half_the_space(self, untied: Path, tmp_path: Path) -> None:
+        checkpoint = open_checkpoint(untied)
+        model, sizes = trained(checkpoint), {}
+        for precision in ("bf16", "fp8"):
+            write_adapter(tmp_path / precision, model, record_of(checkpoint), "", precision)
+            weights = load_file(tmp_path / precision / "adapter_model.safetensors")
+            sizes[precision] = sum(each.nbytes for name, each in weights.items() if "lora" in name)
+        assert sizes["fp8"] == sizes["bf16"] // 2
+
+    def test_peft_and_midfill_read_float8_alike(self, untied: Path, tmp_path: Path) -> None:
+        checkpoint = open_checkpoint(untied)
+        model = trained(checkpoint)
+        write_adapter(tmp_path / "adapter", model, record_of(checkpoint), "", "fp8")
+        adapter = load_adapter(tmp_path / "adapter", checkpoint)
+        merged = load_base_model(AdaptedCheckpoint(checkpoint, adapter), torch.float32).eval()
+        base = reference_model(untied, checkpoint.config.context)
+        read = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        close(logits(read), packed_logits(merged))
+        name = "layers.1.up.weight"
+        layer = model.get_base_model().get_submodule("model.layers.1.mlp.up_proj")
+        exact = layer.get_delta_weight("default").detach().numpy()
+        update = adapter.updates[name]
+        error = update.scale * update.up @ update.down - exact
+        assert 0 < np.linalg.norm(error) < 0.06 * np.linalg.norm(exact)
 
     def test_it_is_small_and_complete(self, untied: Path, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(untied)

@@ -45,7 +45,8 @@ def naive(model: torch.nn.Module, row: PackedRow) -> float:
             logits = model(
                 input_ids=ids,
                 position_ids=positions,
-                cu_seq_lens_q=[0, stop - start],
+                cu_seq_lens_q=torch.tensor([0, stop - start], dtype=torch.int32),
+                max_length_q=stop - start,
                 use_cache=False,
             ).logits[0]
         for at in range(start + 1, stop):
@@ -161,7 +162,7 @@ def test_chunks_don_t_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(2)
     hidden, head = torch.randn((N, HIDDEN), generator=draw), torch.randn((WORDS, HIDDEN))
     whole = vocabulary_loss(hidden, head, targets(1.0), teaching())
-    monkeypatch.setattr(loss_module, "_CHUNK", 7)
+    monkeypatch.setattr(loss_module, "_CPU_CHUNK", 7)
     torch.testing.assert_close(vocabulary_loss(hidden, head, targets(1.0), teaching()), whole)
 
 
@@ -223,7 +224,8 @@ def naive_divergence(checkpoint: Checkpoint, model: Any, teacher: Any, example: 
             found = of(
                 input_ids=torch.tensor([ids]),
                 position_ids=torch.arange(len(ids))[None],
-                cu_seq_lens_q=[0, len(ids)],
+                cu_seq_lens_q=torch.tensor([0, len(ids)], dtype=torch.int32),
+                max_length_q=len(ids),
                 use_cache=False,
             ).logits[0, -1]
         keep = torch.arange(len(found)) != STOP

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_adapters import END_OF_TEXT, FIM, edit_config, edit_tensors, write_adapter, write_record
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, MidfillError, ModelNotFoundError
-from midfill.models.checkpoints.adapter import AdapterRecord, load_adapter
+from midfill.models.checkpoints.adapter import WEIGHTS_FILE, AdapterRecord, load_adapter
 from midfill.models.checkpoints.lora_merge import update_matrix
 from midfill.models.checkpoints.opening import open_checkpoint
 
@@ -95,6 +96,20 @@ def test_half_precision_becomes_float32(base: Path, folder: Path, dtype: torch.d
         assert rounded.updates[name].up.dtype == np.float32
         np.testing.assert_allclose(rounded.updates[name].up, update.up, rtol=2**-8, atol=1e-6)
     assert rounded.fingerprint != exact.fingerprint
+
+
+def test_float8_becomes_float32(base: Path, folder: Path) -> None:
+    def every_pattern(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        up = tensors[Q_UP]
+        patterns = torch.arange(up.numel()).remainder(256).to(torch.uint8)
+        patterns[patterns.remainder(128) == 127] = 0  # not a number
+        return tensors | {Q_UP: patterns.view(torch.float8_e4m3fn).view(up.shape)}
+
+    edit_tensors(folder, every_pattern)
+    (expected,) = (t for name, t in load_file(folder / WEIGHTS_FILE).items() if name == Q_UP)
+    up = load_adapter(folder, open_checkpoint(base)).updates["layers.0.q.weight"].up
+    assert up.dtype == np.float32
+    np.testing.assert_array_equal(up, expected.float().numpy())
 
 
 def test_the_older_name_of_token_rows_is_read(base: Path, folder: Path) -> None:

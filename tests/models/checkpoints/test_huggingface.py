@@ -230,7 +230,17 @@ class TestBrokenFolders:
     def test_types_it_does_not_read_are_named(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "model", weights() | {"model.norm.weight": np.ones(32, np.int8)})
         reason = reason_not_to_open(folder)
-        assert reason.endswith("'model.norm.weight' has type I8; midfill reads F32, F16, BF16")
+        assert "'model.norm.weight' has type I8; midfill reads F32, F16, BF16, F8_E4M3" in reason
+
+    def test_models_in_float8_are_refused(self, tmp_path: Path) -> None:
+        tensors = weights() | {"model.norm.weight": np.ones(32, np.uint8)}
+        path = write(tmp_path / "model", tensors) / "model.safetensors"
+        size = int.from_bytes(path.read_bytes()[:8], "little")
+        header, data = path.read_bytes()[8 : 8 + size], path.read_bytes()[8 + size :]
+        entries = json.loads(header)
+        entries["model.norm.weight"]["dtype"] = "F8_E4M3"
+        write_raw(path, entries, data)
+        assert "'model.norm.weight' is in float8" in reason_not_to_open(path.parent)
 
     def test_more_layers_than_tensors_are_refused_at_once(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "model", weights(), num_hidden_layers=10**12)

@@ -2,7 +2,7 @@
 
 Its attention is over packed rows: every example by itself, so nothing is computed across examples.
 It is registered with transformers as ``PACKED_ATTENTION``. The bounds of the examples are passed as
-``cu_seq_lens_q``, as in transformers' own packed attention.
+``cu_seq_lens_q`` and ``max_length_q``, as in transformers' own packed attention.
 """
 
 from itertools import pairwise
@@ -158,19 +158,23 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    cu_seq_lens_q: list[int],
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each example.
 
+    On a GPU, one kernel computes all examples of a row (FlashAttention); it has no float32.
+
     Args:
         module: the attention layer.
         query: [1, heads, tokens, head_dim].
         key, value: [1, kv_heads, tokens, head_dim].
         attention_mask: always None.
-        cu_seq_lens_q: where each example starts, and the row's length.
+        cu_seq_lens_q: int32 [examples + 1], where each example starts, and the row's length.
+        max_length_q: tokens of the longest example, or more.
         scaling: factor of the scores; None is head_dim ** -0.5.
         sliding_window: maximum number of keys per query, its own included; None is unlimited.
 
@@ -181,7 +185,17 @@ def packed_attention(
     if groups > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    lengths = [stop - start for start, stop in pairwise(cu_seq_lens_q)]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        bounds, longest = cu_seq_lens_q, max_length_q
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+        mixed: Any = varlen_attn(
+            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=window
+        )
+        return mixed[None], None
+    lengths = [stop - start for start, stop in pairwise(cu_seq_lens_q.tolist())]
     queries, keys, values = (torch.split(each, lengths, dim=2) for each in (query, key, value))
     parts = [
         _attend(*example, scale, sliding_window)

@@ -15,7 +15,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -126,8 +126,8 @@ class Example:
     Attributes:
         ids: int32 [tokens].
         weights: float32 [tokens], loss weight of each token; 0 for tokens that are input only.
-        without_end: bool [tokens], tokens of the increment at which the end token is excluded: the
-            model never answers in their place.
+        without_end: bool [tokens], learned tokens of the prompt and the increment, at which the
+            end token is excluded: the model never answers in their place.
         hole: the task.
         fragment_starts: indexes of tokens that start a fragment, except the first of a segment.
         plain_ids: int32 [plain tokens], the text before the caret and the hole's, as the base
@@ -190,14 +190,18 @@ class ExampleMaker:
         segments, _ = lay_out(self.format, prefix[:cut], suffix, cut)
         bos = self._bos()
         ids = list(bos)
+        context: list[float] = [0.0] * len(bos)  # loss weights of the prompt's tokens
         starts: list[int] = []
         source = rng if fragments else None
         for segment in segments:
             if isinstance(segment, TextSegment):
                 cuts = [] if source is None else self._draw_cuts(len(segment.text), None, source)
-                _append(self._encode_fragments(segment.text, cuts), ids, starts)
+                encoded = self._encode_fragments(segment.text, cuts)
+                _append(encoded, ids, starts)
+                context += self._context_weights(segment.text, encoded)
             else:
                 ids.append(segment.token_id)
+                context.append(0.0)
         prompt_length = len(ids)
         increment, target = prefix[cut:], prefix[cut:] + middle
         caret = len(increment) or None
@@ -217,13 +221,20 @@ class ExampleMaker:
         aligned[:, 0] += prompt_length
         return Example(
             np.array([*ids, self.end_token_id], np.int32),
-            np.array([*[0.0] * prompt_length, *weights, self.recipe.end_weight], np.float32),
-            np.array([*[False] * prompt_length, *without_end, False]),
+            np.array([*context, *weights, self.recipe.end_weight], np.float32),
+            np.array([*[weight > 0 for weight in context], *without_end, False]),
             hole,
             tuple(starts),
             plain,
             aligned,
         )
+
+    def _context_weights(self, text: str, encoded: list[list[int]]) -> list[float]:
+        """Return the loss weights of a prompt's text: 0 for tokens that a cut broke."""
+        if not self.recipe.context_weight:
+            return [0.0] * sum(map(len, encoded))
+        broken, _ = self._target_masks(text, encoded, 0)
+        return [0.0 if each else self.recipe.context_weight for each in broken]
 
     def _draw_unfinished(
         self, encoded: list[list[int]], in_increment: npt.NDArray[np.bool_], rng: random.Random
@@ -355,6 +366,49 @@ class PackedRow:
             ),
         )
 
+    @classmethod
+    def join(cls, rows: Sequence["PackedRow"]) -> "PackedRow":
+        """Put rows one after the other."""
+        bounds = _bounds([row.ids for row in rows])
+        plain_bounds = _bounds([row.plain_ids for row in rows])
+        starts = np.stack([bounds[:-1], plain_bounds[:-1]], axis=1)
+        return cls(
+            ids=np.concatenate([row.ids for row in rows]),
+            weights=np.concatenate([row.weights for row in rows]),
+            without_end=np.concatenate([row.without_end for row in rows]),
+            cu_seqlens=_join_bounds([row.cu_seqlens for row in rows], bounds),
+            characters=sum(row.characters for row in rows),
+            plain_ids=np.concatenate([row.plain_ids for row in rows]),
+            plain_cu_seqlens=_join_bounds([row.plain_cu_seqlens for row in rows], plain_bounds),
+            aligned=np.concatenate(
+                [row.aligned + start for row, start in zip(rows, starts, strict=True)]
+            ),
+        )
+
+    def padded(self, tokens: int, examples: int, length: int) -> "PackedRow":
+        """Return the row with examples that nothing is learned of, for one shape of all rows.
+
+        Args:
+            tokens: to have, at least as many as now.
+            examples: to have; some may be empty.
+            length: of an example, at most.
+
+        Raises:
+            ValueError: more tokens or examples than that.
+        """
+        missing = tokens - len(self.ids)
+        ends = np.minimum(np.arange(length, missing + length, length), missing) + len(self.ids)
+        left = examples + 1 - len(self.cu_seqlens) - len(ends)
+        if missing < 0 or left < 0:
+            raise ValueError(f"a row of {tokens} tokens has no room for {len(self.ids)}")
+        return replace(
+            self,
+            ids=np.pad(self.ids, (0, missing)),
+            weights=np.pad(self.weights, (0, missing)),
+            without_end=np.pad(self.without_end, (0, missing)),
+            cu_seqlens=np.concatenate([self.cu_seqlens, ends, [tokens] * left]).astype(np.int32),
+        )
+
     @property
     def positions(self) -> npt.NDArray[np.int32]:
         """int32 [tokens], counted from the first token of each example."""
@@ -398,6 +452,14 @@ class Packer:
 
 def _bounds(parts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
     return np.cumsum([0, *map(len, parts)], dtype=np.int32)
+
+
+def _join_bounds(
+    parts: Sequence[npt.NDArray[np.int32]], starts: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Return the bounds of all rows' examples, of the rows' own and where the rows start."""
+    moved = [part[:-1] + start for part, start in zip(parts, starts, strict=False)]
+    return np.concatenate([*moved, starts[-1:]])
 
 
 def _positions(bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

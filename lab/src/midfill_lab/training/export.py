@@ -1,8 +1,10 @@
 """Export: folders with a LoRA adapter or a whole model, midfill's record of it and a model card."""
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from midfill.models.checkpoints.lora_update import DEFAULT_ROUNDING, Rounding
 from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.system.files import write_folder
+from midfill_lab.training.recipe import AdapterPrecision
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -24,6 +27,7 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 _TRAINED_ROWS_KEY = "trainable_tokens_delta"
+_FLOAT8 = torch.finfo(torch.float8_e4m3fn)
 _SAVE_ERRORS = (RuntimeError, SafetensorError)  # of torch and safetensors, e.g. on a full disk
 
 _CARD_HEAD = """---
@@ -96,8 +100,22 @@ def adapter_record(
     return {**record, "fragments": fragments, "rounding": rounding, **sections}
 
 
-def write_adapter(folder: Path, model: Any, record: Mapping[str, Any], card: str) -> None:
-    """Write a PEFT adapter in bfloat16, midfill.json and the model card.
+def write_adapter(
+    folder: Path,
+    model: Any,
+    record: Mapping[str, Any],
+    card: str,
+    precision: AdapterPrecision = "bf16",
+) -> None:
+    """Write a PEFT adapter, midfill.json and the model card.
+
+    Args:
+        folder: is written as a whole.
+        model: PEFT's wrapper of a model.
+        record: made by ``adapter_record``.
+        card: made by ``model_card``.
+        precision: "fp8" stores LoRA's factors in float8 (E4M3), multiplied by powers of two that
+            use its range; ``lora_alpha`` divides by them. Embedding rows stay in bfloat16.
 
     Raises:
         MidfillError: the folder can't be written; its old content is unchanged.
@@ -107,20 +125,36 @@ def write_adapter(folder: Path, model: Any, record: Mapping[str, Any], card: str
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 
+        stored = torch.bfloat16 if precision == "bf16" else torch.float32
         weights = {
-            name: each.detach().to("cpu", torch.bfloat16).contiguous()
+            name: each.detach().to("cpu", stored).contiguous()
             for name, each in get_peft_model_state_dict(model, save_embedding_layers=False).items()
             # A tied output layer repeats the embedding's rows; readers use the embedding's.
             if not (name.endswith(_TRAINED_ROWS_KEY) and ".lm_head." in name)
         }
+        configuration = copy(model.peft_config["default"])
+        configuration.inference_mode = True
+        if precision == "fp8":
+            weights, factor = _in_float8(weights)
+            configuration.lora_alpha /= factor
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        configuration = model.peft_config["default"]
-        was_training, configuration.inference_mode = configuration.inference_mode, True
         configuration.save_pretrained(str(temporary))
-        configuration.inference_mode = was_training
         _write_record(temporary, record, card)
 
     write_folder(folder, write, errors=_SAVE_ERRORS)
+
+
+def _in_float8(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
+    """Return an adapter's weights with its factors in float8, and what their product gained."""
+    rounded = {name: each.bfloat16() for name, each in weights.items()}
+    gained = 1.0
+    for side in ("lora_A", "lora_B"):
+        names = [name for name in weights if f".{side}." in name]
+        largest = max((float(weights[name].abs().max()) for name in names), default=0.0)
+        power = 2.0 ** math.floor(math.log2(_FLOAT8.max / largest)) if largest else 1.0
+        rounded |= {name: (weights[name] * power).to(torch.float8_e4m3fn) for name in names}
+        gained *= power
+    return rounded, gained
 
 
 def write_model(

@@ -20,6 +20,8 @@ requantisations.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS, add_to_quantized
+from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS, GROUP
 from midfill.models.checkpoints.lora_update import Rounding
 from midfill.models.families import huggingface_names
+from midfill.stored_tensor import StoredTensor
 from midfill_lab.training.recipe import TrainingRecipe
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -81,55 +84,51 @@ class MergedLora:
     """The LoRA layers of a model, made to compute with merged weights.
 
     Args:
-        model: PEFT's wrapper of a model; the forward pass of its linear layers is replaced.
+        model: PEFT's wrapper of a model; its LoRA layers over linear ones become
+            ``_merged_class``'s.
     """
 
     def __init__(self, model: nn.Module) -> None:
         lora: list[Any] = [each for each in model.modules() if hasattr(each, "lora_A")]
-        self._layers = [
-            _MergedLayer(each) for each in lora if isinstance(each.get_base_layer(), nn.Linear)
-        ]
+        self._layers = [each for each in lora if isinstance(each.get_base_layer(), nn.Linear)]
         for layer in self._layers:
-            layer.install()
+            # Of the same layout: parameters keep their names, and compiled code sees a module.
+            layer.__class__ = _merged_class()
+            merged = torch.empty_like(layer.get_base_layer().weight)
+            layer.register_buffer("merged_weight", merged, persistent=False)
+        self.merge()
 
     @torch.no_grad()
     def merge(self) -> None:
         """Renew the merged weights: after every change of the updates or the frozen weights."""
         for layer in self._layers:
-            layer.merge()
+            base = layer.get_base_layer().weight
+            up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
+            scale = layer.scaling["default"]
+            layer.merged_weight.copy_(torch.addmm(base.float(), up, down, alpha=scale))
 
 
-class _MergedLayer:
-    """One of PEFT's LoRA layers and its merged weight."""
+@cache
+def _merged_class() -> type[nn.Module]:
+    """Return PEFT's LoRA layer with a forward pass through ``merged_weight``: [out, in]."""
+    from peft.tuners.lora import Linear
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._base: nn.Linear = module.get_base_layer()
-        self._down: nn.Parameter = module.lora_A["default"].weight
-        self._up: nn.Parameter = module.lora_B["default"].weight
-        self._scale = float(module.scaling["default"])
-        self._merged = torch.empty_like(self._base.weight)
-        self.merge()
+    class MergedLinear(Linear):
+        def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            base: Any = self.get_base_layer()
+            if self.disable_adapters or self.merged:
+                unchanged: torch.Tensor = base(x)
+                return unchanged
+            result: torch.Tensor = _MergedLinear.apply(  # type: ignore[no-untyped-call]  # by torch
+                x,
+                self.merged_weight,
+                self.lora_A["default"].weight,
+                self.lora_B["default"].weight,
+                self.scaling["default"],
+            )
+            return result if base.bias is None else result + base.bias
 
-    def install(self) -> None:
-        """Make PEFT's layer compute with the merged weight."""
-        self._module.forward = self._forward
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Renew the merged weight."""
-        update = self._up.float() @ self._down.float()
-        torch.add(self._base.weight.float(), update, alpha=self._scale, out=update)
-        self._merged.copy_(update)
-
-    def _forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        if self._module.disable_adapters or self._module.merged:
-            unchanged: torch.Tensor = self._base(x)
-            return unchanged
-        result: torch.Tensor = _MergedLinear.apply(  # type: ignore[no-untyped-call]  # by torch
-            x, self._merged, self._down, self._up, self._scale
-        )
-        return result if self._base.bias is None else result + self._base.bias
+    return MergedLinear
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -182,6 +181,7 @@ class QuantizationAwareLora:
     def __init__(self, checkpoint: Checkpoint, layers: Mapping[str, Any]) -> None:
         self._checkpoint = checkpoint
         self._layers = layers
+        self._matrices: dict[str, _QuantisedMatrix] = {}
 
     @classmethod
     def find(cls, model: Any, checkpoint: Checkpoint) -> "QuantizationAwareLora | None":
@@ -213,10 +213,82 @@ class QuantizationAwareLora:
         """
         error = signal = 0.0
         for name, module in self._layers.items():
-            update = module.get_delta_weight("default").float().cpu().numpy()
-            stored = self._checkpoint.tensor(name)
-            frozen = add_to_quantized(stored, update, QAT_ROUNDING).to_float32() - update
-            error += float(np.square(frozen - stored.to_float32()).sum())
-            signal += float(np.square(update).sum())
-            module.get_base_layer().weight.copy_(torch.from_numpy(frozen))
+            weight = module.get_base_layer().weight
+            if name not in self._matrices:
+                stored = self._checkpoint.tensor(name)
+                self._matrices[name] = _QuantisedMatrix.read(stored, weight.device)
+            matrix = self._matrices[name]
+            update = module.get_delta_weight("default").float()
+            rounded = matrix.add(update)
+            error += float((rounded - matrix.weights() - update).square().sum())
+            signal += float(update.square().sum())
+            weight.copy_(rounded.sub_(update))
         return (error / signal) ** 0.5 if signal else 0.0
+
+
+@dataclass(frozen=True)
+class _QuantisedMatrix:
+    """A matrix of a base on the training device: weight = quant x scale + origin.
+
+    Attributes:
+        quants: uint8 [rows, groups, 32].
+        scales, origins: float32 [rows, groups, 1].
+        top: the largest quant.
+    """
+
+    quants: torch.Tensor
+    scales: torch.Tensor
+    origins: torch.Tensor
+    top: int
+
+    @classmethod
+    def read(cls, stored: StoredTensor, device: torch.device) -> "_QuantisedMatrix":
+        """Read a matrix of a kind in ``BLOCK_LAYOUTS``."""
+        layout, rows = BLOCK_LAYOUTS[stored.kind], stored.shape[0]
+        blocks = np.ascontiguousarray(stored.data).view(np.uint8).reshape(rows, -1, layout.size)
+        header = blocks[..., :4].copy().view(np.float16).astype(np.float32)
+        scales = header[..., :1]
+        origins = header[..., 1:2] if layout.has_minimum else -layout.zero * scales
+        weights = stored.to_float32().reshape(rows, -1, GROUP)
+        steps = np.where(scales == 0, 1, scales)
+        quants = np.rint((weights - origins) / steps).astype(np.uint8)
+        arrays: tuple[Any, ...] = (quants, scales, origins)
+        on_device = [torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in arrays]
+        return cls(on_device[0], on_device[1], on_device[2], layout.top)
+
+    def weights(self) -> torch.Tensor:
+        """Return the base's weights: float32 [rows, inputs]."""
+        return torch.addcmul(self.origins, self.quants.float(), self.scales).flatten(1)
+
+    def add(self, update: torch.Tensor) -> torch.Tensor:
+        """Return the sum with an update, rounded as serving does by ``QAT_ROUNDING``.
+
+        Args:
+            update: float32 [rows, inputs].
+
+        Returns:
+            float32 [rows, inputs].
+        """
+        inverse = torch.where(self.scales == 0, 0.0, 1.0 / self.scales)
+        wanted = torch.addcmul(self.quants.float(), update.view(self.quants.shape), inverse)
+        dither = _dither(update.shape[0], update.shape[1], update.device).view(self.quants.shape)
+        quants = (wanted.clamp_(0, self.top) + dither).round_()
+        return torch.addcmul(self.origins, quants, self.scales).flatten(1)
+
+
+@cache
+def _dither(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Return the dither that ``models.checkpoints.lora_merge`` adds: float32 [rows, columns].
+
+    It is the same for all matrices of a shape.
+    """
+    row = torch.arange(rows, device=device)[:, None] * 0x9E3779B1
+    column = torch.arange(columns, device=device) * 0x85EBCA77 + 0x165667B1
+    mixed = (row & _MASK) ^ (column & _MASK)
+    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & _MASK
+    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & _MASK
+    mixed ^= mixed >> 16
+    return ((mixed >> 18).float() + 0.5) * 2**-14 - 0.5
+
+
+_MASK = 0xFFFFFFFF  # products of 32-bit numbers are cut to 32 bits

@@ -13,6 +13,7 @@ from midfill.errors import MidfillError
 
 Method = Literal["lora", "full"]
 Precision = Literal["auto", "fp32", "bf16"]
+AdapterPrecision = Literal["bf16", "fp8"]
 LoraModules = Literal["all-linear", "attention"]
 
 RENAMED_SETTINGS: Mapping[str, str] = {
@@ -21,6 +22,9 @@ RENAMED_SETTINGS: Mapping[str, str] = {
     "grid_steps": "qat_interval",
 }
 """Old names of settings and their names today; the old ones are accepted for one release."""
+
+STEP_FILL = 0.9
+"""Share of a step's tokens with which it is full: whole rows rarely add up to all of them."""
 
 _Built = TypeVar("_Built")
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -35,6 +39,8 @@ class DataRecipe:
         suffix_shares: weight of each suffix among the documents, as long as there are documents of
             all; empty for as many as there are files.
         documents: maximum number of documents per pass; None reads all.
+        workers: processes that make the examples, each of every so many-th document; 0 makes them
+            between two steps. Duplicates are found within a process's share.
         windows: maximum number of examples per document and pass.
         prefix_characters, suffix_characters: minimum and maximum length of the context on either
             side of a hole, drawn log-uniformly.
@@ -63,6 +69,7 @@ class DataRecipe:
         fragment_cuts: maximum number of these cuts, drawn log-uniformly.
         typed_share: share of examples whose text before the caret is cut as if typed.
         typed_characters: length of the text that is cut so.
+        context_weight: loss weight of the prompt's text, before MID; 0 trains on what follows.
         increment_weight: loss weight of the tokens between MID and the caret; tokens of the hole
             have weight 1.
         end_weight: loss weight of the token that ends the answer.
@@ -73,6 +80,7 @@ class DataRecipe:
     suffixes: tuple[str, ...] = (".py",)
     suffix_shares: tuple[float, ...] = ()
     documents: int | None = None
+    workers: int = 0
     windows: int = 2
     prefix_characters: tuple[int, int] = (40, 1100)
     suffix_characters: tuple[int, int] = (25, 600)
@@ -99,6 +107,7 @@ class DataRecipe:
     fragment_cuts: int = 8
     typed_share: float = 0.4
     typed_characters: int = 60
+    context_weight: float = 0.0
     increment_weight: float = 0.5
     end_weight: float = 1.0
     unfinished_lines: int = 0
@@ -111,8 +120,8 @@ class DataRecipe:
         """
         _check_minimum(1, self, "documents", "windows", "block_lines", "span_characters")
         _check_minimum(1, self, "long_characters")
-        _check_minimum(0, self, "fragment_cuts", "typed_characters", "increment_weight")
-        _check_minimum(0, self, "end_weight", "unfinished_lines")
+        _check_minimum(0, self, "workers", "fragment_cuts", "typed_characters", "increment_weight")
+        _check_minimum(0, self, "context_weight", "end_weight", "unfinished_lines")
         _check_ranges(self, "prefix_characters", "suffix_characters", "increment_characters")
         _check_shares(self, "long_share", "empty_suffix", "fragments_from", "fragment_share")
         _check_shares(self, "typed_share", "whole_lines", "caret_share")
@@ -136,6 +145,7 @@ class TrainingRecipe:
             every weight.
         rank, alpha: of LoRA; updates are scaled by alpha / rank.
         lora_modules: the matrices that LoRA updates: all of a layer, or those of its attention.
+        adapter_precision: how the adapter is stored; "fp8" takes half the space.
         distillation: loss weight of the divergence from the base, which keeps what it knew, see
             ``loss``; 0 turns it off.
         tokens: number of tokens to train on.
@@ -159,6 +169,7 @@ class TrainingRecipe:
     rank: int = 32
     alpha: int = 64
     lora_modules: LoraModules = "all-linear"
+    adapter_precision: AdapterPrecision = "bf16"
     distillation: float = 0.0
     tokens: int = 1_500_000
     tokens_per_step: int = 2048

@@ -123,6 +123,11 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
         stored = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise MidfillError(f"{folder}: not an adapter: {error}") from None
+    if any(each.dtype == torch.float8_e4m3fn for each in stored.values()):
+        raise MidfillError(
+            f"{folder}: is in float8, with factors that were scaled for it; start from the run's "
+            "checkpoint"
+        )
     trained = _trained_parameters(model)
     if not _copy_weights(
         stored, {name.replace(".default", ""): each for name, each in trained.items()}

@@ -26,7 +26,7 @@ class StreamPosition:
 
     Attributes:
         epoch: finished passes over the corpus.
-        document: documents read in this pass, refused ones included.
+        document: documents read in this pass, refused ones included; of its own part.
     """
 
     epoch: int = 0
@@ -44,6 +44,7 @@ class TrainingStream:
         maker: makes the examples.
         recipe: what is drawn.
         filter: which documents are accepted.
+        part, parts: the stream reads every ``parts``-th document, from the ``part``-th on.
 
     Attributes:
         position: where the next document is read.
@@ -55,6 +56,8 @@ class TrainingStream:
     maker: ExampleMaker
     recipe: TrainingRecipe
     filter: DocumentFilter
+    part: int = 0
+    parts: int = 1
     position: StreamPosition = field(default_factory=StreamPosition)
     manifest: dict[str, ManifestEntry] = field(default_factory=dict)
     examples: int = 0
@@ -135,14 +138,14 @@ class TrainingStream:
 
     def _uses_fragments(self) -> bool:
         data = self.recipe.data
-        return data.fragments and self.tokens >= data.fragments_from * self.recipe.tokens
+        tokens = self.tokens * self.parts
+        return data.fragments and tokens >= data.fragments_from * self.recipe.tokens
 
     def _read_documents(self) -> Iterator[tuple[Document, str]]:
         """Read a pass over the corpus: accepted documents with their texts."""
-        limit = self.recipe.data.documents
-        for document in self.corpus.read(self.recipe.seed + self.position.epoch):
-            if limit is not None and self.position.document >= limit:
-                return
+        documents = self.corpus.read(self.recipe.seed + self.position.epoch)
+        documents = islice(documents, self.recipe.data.documents)
+        for document in islice(documents, self.part, None, self.parts):
             self.position = StreamPosition(self.position.epoch, self.position.document + 1)
             text = self.filter.accept(document)
             if text is not None:

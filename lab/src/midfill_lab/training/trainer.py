@@ -18,7 +18,9 @@ from midfill.errors import MidfillError
 from midfill_lab.training.examples import PackedRow
 from midfill_lab.training.lora import MergedLora, QuantizationAwareLora
 from midfill_lab.training.loss import BaseTeacher, InfillingLoss
-from midfill_lab.training.recipe import Precision, TrainingRecipe
+from midfill_lab.training.micro_batches import MicroBatches, compile_layers
+from midfill_lab.training.parallel_stream import ParallelStream
+from midfill_lab.training.recipe import STEP_FILL, Precision, TrainingRecipe
 from midfill_lab.training.run_folder import (
     ADAPTER_WEIGHTS,
     StepReport,
@@ -34,7 +36,6 @@ from midfill_lab.training.stream import TrainingStream
 
 LOSS_LOG = "loss.jsonl"
 CHECKPOINTS = "checkpoints"
-_MIN_STEP_SHARE = 0.9  # of a step's tokens; whole rows rarely add up to all of them
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Trainer:
 
     model: Any
     recipe: TrainingRecipe
-    stream: TrainingStream
+    stream: TrainingStream | ParallelStream
     folder: Path
     description: Mapping[str, Any]
     checkpoint_seconds: float = 300.0
@@ -88,12 +89,17 @@ class Trainer:
         )
         state = self._load_state(optimizer)
         lora = MergedLora(self.model) if self.recipe.method == "lora" else None
+        gpu = accelerator.device.type != "cpu"
+        micro_batches = MicroBatches(self.recipe) if gpu else None
+        if gpu:
+            compile_layers(self.model)
         loss_module, optimizer = accelerator.prepare(
             InfillingLoss(
                 self.model,
                 self.stream.maker.end_token_id,
                 self.teacher,
                 self.recipe.distillation,
+                None if micro_batches is None else self.recipe.row_tokens,
             ),
             optimizer,
         )
@@ -108,10 +114,12 @@ class Trainer:
         ):
             while state.step < self.recipe.steps and not stop.is_set():
                 batch = next(batches)
+                parts = batch if micro_batches is None else micro_batches.join(batch)
                 self._requantise(state.step, first=state == resumed)
                 if lora is not None:
                     lora.merge()
-                report = self._step(accelerator, loss_module, optimizer, batch, workers, state)
+                backward = _Backward(accelerator, loss_module, workers)
+                report = self._step(backward, optimizer, batch, parts, state)
                 state = report.state
                 log.write(report)
                 on_step(report)
@@ -144,7 +152,7 @@ class Trainer:
     def _batches(self, state: TrainingState) -> Iterator[list[PackedRow]]:
         """Return the rows of each coming step; those of the first step are made at once."""
         rows = self.stream.rows(skip=state.rows)
-        enough = self.recipe.tokens_per_step * _MIN_STEP_SHARE
+        enough = self.recipe.tokens_per_step * STEP_FILL
 
         def batches() -> Iterator[list[PackedRow]]:
             while True:
@@ -159,23 +167,15 @@ class Trainer:
 
     def _step(
         self,
-        accelerator: Any,
-        loss_module: Any,
+        backward: "_Backward",
         optimizer: Any,
         batch: list[PackedRow],
-        workers: ThreadPoolExecutor,
+        parts: list[PackedRow],
         state: TrainingState,
     ) -> StepReport:
-        """Accumulate the gradients of a batch and make one optimizer step."""
+        """Accumulate the gradients of a batch, in parts, and make one optimizer step."""
         started = time.perf_counter()
-        total = float(sum(row.weights.sum() for row in batch))
-
-        def backward(row: PackedRow) -> float:
-            part = loss_module(row) / total
-            accelerator.backward(part)
-            return float(part.detach())
-
-        loss = sum(workers.map(backward, batch))
+        loss = backward.run(parts)
         if not math.isfinite(loss):
             raise MidfillError(
                 f"the loss of step {state.step + 1} is {loss}; start again with a lower "
@@ -184,7 +184,7 @@ class Trainer:
         rate = self.recipe.learning_rate_at(state.step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        accelerator.clip_grad_norm_(loss_module.parameters(), self.recipe.clip)
+        backward.clip_gradients(self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - started
@@ -198,6 +198,36 @@ class Trainer:
             seconds=state.seconds + seconds,
         )
         return StepReport(after, loss, rate, tokens, seconds)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Computes gradients of parts of a batch.
+
+    Args:
+        accelerator: decides the precision.
+        loss_module: the loss of a part, prepared by the accelerator.
+        workers: process the parts.
+    """
+
+    accelerator: Any
+    loss_module: Any
+    workers: ThreadPoolExecutor
+
+    def run(self, parts: list[PackedRow]) -> float:
+        """Accumulate the gradients of the mean loss per weighted token; return it, in nats."""
+        total = float(sum(part.weights.sum() for part in parts))
+
+        def backward(part: PackedRow) -> torch.Tensor:
+            loss: torch.Tensor = self.loss_module(part) / total
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+        return sum(map(float, list(self.workers.map(backward, parts))))
+
+    def clip_gradients(self, norm: float) -> None:
+        """Scale the gradients down to a norm, if theirs is larger."""
+        self.accelerator.clip_grad_norm_(self.loss_module.parameters(), norm)
 
 
 def resolve_precision(precision: Precision) -> Precision:

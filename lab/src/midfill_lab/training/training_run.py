@@ -19,6 +19,7 @@ from midfill_lab.training.export import adapter_record, model_card, write_adapte
 from midfill_lab.training.filters import DocumentFilter, FilterOptions
 from midfill_lab.training.lora import QAT_ROUNDING, QuantizationAwareLora, make_trainable
 from midfill_lab.training.loss import BaseTeacher
+from midfill_lab.training.parallel_stream import ParallelStream
 from midfill_lab.training.recipe import TrainingRecipe
 from midfill_lab.training.run_folder import (
     TrainingState,
@@ -102,7 +103,7 @@ def prepare_run(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInput
     trainer = Trainer(
         model=model,
         recipe=recipe,
-        stream=stream,
+        stream=ParallelStream(stream, recipe.data.workers) if recipe.data.workers else stream,
         folder=inputs.folder,
         description=description,
         checkpoint_seconds=inputs.checkpoint_seconds,
@@ -217,7 +218,8 @@ def finish_run(
     written = []
     model = run.trainer.model
     if recipe.method == "lora":
-        write_adapter(folder / "adapter", model, record, model_card(record, adapter=True))
+        card = model_card(record, adapter=True)
+        write_adapter(folder / "adapter", model, record, card, recipe.adapter_precision)
         written.append(f"adapter: {folder / 'adapter'} (midfill serve MODEL --adapter ...)")
     if merge is not None or recipe.method == "full":
         target = merge or folder / "model"
@@ -262,7 +264,7 @@ def _training_record(
     }
 
 
-def _data_record(stream: TrainingStream) -> dict[str, Any]:
+def _data_record(stream: TrainingStream | ParallelStream) -> dict[str, Any]:
     """Return counts and licences of the documents; refusals are those of the first pass."""
     return {
         **describe_manifest(stream.manifest.values()),

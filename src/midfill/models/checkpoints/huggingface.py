@@ -37,6 +37,7 @@ _DTYPES: dict[str, tuple[str, np.dtype[np.generic]]] = {
     "F32": ("f32", np.dtype("<f4")),
     "F16": ("f16", np.dtype("<f2")),
     "BF16": ("bf16", np.dtype("<u2")),
+    "F8_E4M3": ("f8_e4m3", np.dtype("u1")),
 }
 
 
@@ -46,7 +47,7 @@ class SafetensorsEntry:
 
     Attributes:
         file: the file that holds it.
-        kind: "f32", "f16" or "bf16".
+        kind: "f32", "f16", "bf16" or "f8_e4m3".
         shape: its shape.
         offset: first byte, counted from the file's start.
         size: length in bytes.
@@ -79,7 +80,7 @@ class SafetensorsFile(MappedFile):
     def data(self, name: str) -> npt.NDArray[np.generic]:
         """Return a tensor's data in its shape, read-only and memory-mapped.
 
-        bfloat16 is returned as uint16 bit patterns.
+        bfloat16 is returned as uint16 bit patterns, float8 as uint8 ones.
         """
         entry = self.entries[name]
         dtype = next(dtype for kind, dtype in _DTYPES.values() if kind == entry.kind)
@@ -277,6 +278,11 @@ class HuggingFaceCheckpoint:
                 if name in entries:
                     raise CheckpointError(
                         f"{shard}: tensor {name!r} is also in {entries[name].file.name}"
+                    )
+                if entry.kind == "f8_e4m3":
+                    raise CheckpointError(
+                        f"{shard}: tensor {name!r} is in float8, which midfill reads in adapters "
+                        "only; convert the model to bfloat16"
                     )
                 entries[name] = entry
         return entries
