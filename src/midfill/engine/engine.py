@@ -444,7 +444,8 @@ def _hints(request: EngineRequest, now: float) -> Hints:
         now: when it arrived.
     """
     given, expected = request.hints, request.hints.expected_tokens
-    named = bool(given.program) and not (request.background or request.answered)
+    ours = request.background or request.answered or given.offline
+    named = bool(given.program) and not ours
     if expected is not None:
         expected = min(max(expected, 1), request.sampling.max_tokens)
     return Hints(
@@ -454,6 +455,7 @@ def _hints(request: EngineRequest, now: float) -> Hints:
         program=ProgramId(request.tenant, given.program) if named else None,
         program_arrived=now,
         last_step=given.last_step,
+        offline=given.offline,
     )
 
 

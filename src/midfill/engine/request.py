@@ -67,12 +67,15 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
         program: names the program that the request is a step of, such as an agent's task; "" for
             none. Names are a tenant's own.
         last_step: whether it is the program's last request.
+        offline: whether nobody waits for it: it runs while no other request does, and its KV is
+            evicted before all that others have used. The server's own word on rows of batches.
     """
 
     priority: int = 0
     expected_tokens: int | None = None
     program: str = ""
     last_step: bool = False
+    offline: bool = False
 
 
 NO_REQUEST_HINTS = RequestHints()
@@ -138,6 +141,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     answered: list[int] = []
     deadline: float | None = None
     hints: RequestHints = NO_REQUEST_HINTS
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for its answer: it is neither background work nor offline."""
+        return not self.background and not self.hints.offline
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

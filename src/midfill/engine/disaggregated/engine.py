@@ -233,7 +233,7 @@ class DisaggregatedEngine:
         if not self._any_usable:
             raise self._not_ready()
         now = time.monotonic()
-        asking = [request for request in requests if not request.background]
+        asking = [request for request in requests if request.is_awaited]
         if asking:
             tokens = sum(len(request.token_ids) for request in asking)
             first = asking[0]

@@ -15,6 +15,7 @@ from midfill.serving.server.batch.api import InProcessApi
 from midfill.serving.server.batch.job import BatchJob, BatchProgress
 from midfill.serving.server.batch.opening import open_row_service
 from midfill.serving.server.batch.results import ResultFile
+from midfill.serving.server.batch.row_budget import RowBudget
 from midfill.serving.server.batch.rows import RowFile
 from midfill.serving.server.opened_model import open_engine
 from midfill.system.progress import Progress
@@ -79,7 +80,8 @@ async def _run(
     async with open_engine(options, path, on_progress, spawned) as opened:
         service = await open_row_service(options, opened)
         try:
-            job = BatchJob(rows, results, InProcessApi(service), opened.info.slots, report)
+            budget = RowBudget(opened.info.slots)
+            job = BatchJob(rows, results, InProcessApi(service), budget, report)
             return await job.run()
         finally:
             service.close()
