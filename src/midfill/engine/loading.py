@@ -134,7 +134,7 @@ def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:
     policy: SchedulerPolicy = LayeredPrefill(chunked, layers, chosen.by_layers)
     if chosen.order is not None:
         policy = OrderedAdmission(policy, chosen.order)
-    return OnlineFirst(BackgroundPrefill(policy))
+    return OnlineFirst(BackgroundPrefill(policy), options.offline_token_budget)
 
 
 def lookahead(options: ModelOptions) -> int:

@@ -23,8 +23,6 @@ from midfill.system.progress import Progress
 _MAX_RUNNING = 512
 """Answers in progress. What bounds them is KV memory; this bounds the arrays of a step."""
 
-_NO_LIMIT = 1 << 62  # of queued tokens: nobody else queues any
-
 
 def run_batch(
     options: ServeOptions,
@@ -63,9 +61,13 @@ def run_batch(
 
 
 def _for_throughput(options: ServeOptions) -> ServeOptions:
-    """Return the options with as many answers in progress as memory allows."""
-    engine = structs.replace(options.options, max_running=_MAX_RUNNING)
-    return dataclasses.replace(options, options=engine, max_queued_tokens=_NO_LIMIT)
+    """Return the options with as many answers in progress as memory allows, and full steps."""
+    engine = structs.replace(
+        options.options,
+        max_running=_MAX_RUNNING,
+        offline_token_budget=options.options.token_budget,
+    )
+    return dataclasses.replace(options, options=engine)
 
 
 async def _run(

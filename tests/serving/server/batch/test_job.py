@@ -65,6 +65,10 @@ class StubApi:
         return Answered(200, json.dumps({"name": fields["name"], "usage": usage}).encode())
 
 
+class StoppedError(Exception):
+    """What ends a run at any moment."""
+
+
 def row(name: str, tokens: Sequence[int], **fields: object) -> dict[str, Any]:
     body = {"name": name, "tokens": list(tokens), **fields}
     return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
@@ -183,12 +187,12 @@ def test_a_run_that_is_stopped_is_gone_on_with(tmp_path: Path) -> None:
 
         def stop(api: StubApi = api, stop_after: int = stop_after) -> None:
             if len(batch.output.read_bytes().splitlines()) >= stop_after:
-                raise KeyboardInterrupt
+                raise StoppedError
 
         api.on_answer = stop if stop_after < 100 else (lambda: None)
         try:
             batch.run(api, slots=4)
-        except KeyboardInterrupt:
+        except StoppedError:
             with batch.output.open("ab") as file:
                 file.write(b'{"id":"batch_req_')
         asked.update(api.asked)

@@ -44,7 +44,7 @@ async def open_batches(
     kept = options.batches
     require("--batch-storage", ["python_multipart"], extra="batch")
     folder = cache_folder() / "batches" if kept.folder is None else Path(kept.folder)
-    store = BatchStore(folder, kept.storage, kept.files, keys.identity)
+    store = BatchStore(folder, kept.storage, kept.files, keys.identity, kept.rows)
     try:
         for tenant in keys.tenants:
             store.of(tenant)  # so that their unfinished batches go on

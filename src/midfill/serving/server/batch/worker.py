@@ -230,7 +230,7 @@ class BatchWorker:
 def _count(batch: BatchObject, progress: BatchProgress) -> None:
     """Show a batch's progress in its counts."""
     batch.request_counts = RequestCounts(
-        total=progress.rows,
+        total=progress.rows or batch.request_counts.total,  # 0 before they are read
         completed=progress.done - progress.failed,
         failed=progress.failed,
     )
