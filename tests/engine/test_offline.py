@@ -84,8 +84,11 @@ def test_rows_share_a_prefix_and_leave_it_before_a_document_goes() -> None:
     ]
     document = prompt(100)
     serve(one, [request("before", document)])
-    answers = serve(one, rows)
-    assert sum(answers[each.request_id, 0].cached_tokens >= 100 for each in rows) == 19
+    cached = 0
+    for start in range(0, 20, 4):  # as many at a time as fit beside the document
+        answers = serve(one, rows[start : start + 4])
+        cached += sum(answer.cached_tokens >= 100 for answer in answers.values())
+    assert cached == 19
     serve(one, [request("large", prompt(180, seed=8))])
     assert serve(one, [request("after", [*document, 1])])["after", 0].cached_tokens == 100
 
