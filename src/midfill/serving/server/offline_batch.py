@@ -56,11 +56,11 @@ def run_batch(
         closing(ResultFile(output)) as results,
     ):
         return asyncio.run(
-            _run(_for_throughput(options), path, rows, results, on_progress, report, spawned)
+            _run(for_throughput(options), path, rows, results, on_progress, report, spawned)
         )
 
 
-def _for_throughput(options: ServeOptions) -> ServeOptions:
+def for_throughput(options: ServeOptions) -> ServeOptions:
     """Return the options with as many answers in progress as memory allows, and full steps."""
     engine = structs.replace(
         options.options,
