@@ -288,7 +288,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts
-        return self._counters.stats(self._queues, drafts, self.key_pairs, self.kv_traffic)
+        pinned = 0 if self._retention is None else self._retention.pinned_slots(self._queues)
+        return self._counters.stats(self._queues, drafts, self.key_pairs, self.kv_traffic, pinned)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return the numbers of every tenant that has or had a request, as of now."""

@@ -237,6 +237,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         slots_total: KV slots (tokens) in the pool.
         slots_free: free slots.
         slots_cached: evictable slots: held by the prefix cache and used by no sequence.
+        slots_pinned: slots that are kept for programs whose next request is awaited; no sequence
+            uses them.
         prompt_tokens: prompt tokens of admitted requests, but not of those that another engine has
             begun to answer.
         cached_tokens: how many of these were found in the prefix cache.
@@ -275,6 +277,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     slots_total: int = 0
     slots_free: int = 0
     slots_cached: int = 0
+    slots_pinned: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     reused_tokens: int = 0

@@ -275,7 +275,9 @@ class DisaggregatedEngine:
 
     def _choose(self, workers: Sequence[W], request: EngineRequest) -> W | None:
         """Return the worker for a request, if possible the one that knows its document."""
-        document = request_key(request.tenant, request.document, request.token_ids)
+        document = request_key(
+            request.tenant, request.document, request.token_ids, request.hints.program
+        )
         return choose(document, self._usable(workers))
 
     def _not_ready(self) -> EngineDeadError:
