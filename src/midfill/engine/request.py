@@ -246,7 +246,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         computed_tokens: rows that went through the model, prefill and decode; rows of blended
             prompts count by the share of the layers that they went through.
         generated_tokens: sampled tokens.
-        preemptions: sequences that went back to the queue for lack of slots.
+        preemptions: sequences that went back to the queue for lack of slots, or offline ones for
+            others.
         evicted_tokens: slots that the prefix cache has evicted.
         cache_nodes: runs of tokens that the prefix cache's trees consist of.
         cache_index_bytes: memory of these trees, without the KV.
