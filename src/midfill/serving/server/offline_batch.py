@@ -61,7 +61,7 @@ def run_batch(
 
 
 def for_throughput(options: ServeOptions) -> ServeOptions:
-    """Return the options with as many answers in progress as memory allows, and full steps."""
+    """Return the options with as many answers in progress as memory allows, and long steps."""
     engine = structs.replace(
         options.options,
         max_running=_MAX_RUNNING,

@@ -28,8 +28,10 @@ def plan(
     waiting: tuple[WaitingSequence, ...] = (),
     background: tuple[WaitingSequence, ...] = (),
     policy: OnlineFirst = POLICY,
+    max_rows: int | None = None,
 ) -> StepPlan:
-    return policy.plan(ScheduleState(running, waiting, 1000, CacheFacts(), background))
+    state = ScheduleState(running, waiting, 1000, CacheFacts(), background, max_rows)
+    return policy.plan(state)
 
 
 def test_offline_sequences_run_where_nobody_waits() -> None:
@@ -44,6 +46,13 @@ def test_a_step_with_their_prompts_is_short() -> None:
     assert plan(waiting=waiting, policy=unlimited).admit == (Chunk(1, 32),)
     online = (WaitingSequence(1, 90),)
     assert plan(waiting=online).admit == (Chunk(1, 32),)
+
+
+def test_the_time_of_steps_that_others_wait_for_does_not_limit_them() -> None:
+    unlimited = OnlineFirst(SarathiServe(token_budget=32))
+    rows, online = (WaitingSequence(1, 90, hints=OFFLINE),), (WaitingSequence(1, 90),)
+    assert plan(waiting=rows, policy=unlimited, max_rows=8).admit == (Chunk(1, 32),)
+    assert plan(waiting=online, policy=unlimited, max_rows=8).admit == (Chunk(1, 8),)
 
 
 def test_they_leave_before_anything_else_runs() -> None:

@@ -21,7 +21,8 @@ class OnlineFirst:
     Attributes:
         ordinary: plans the steps.
         max_rows: maximum number of rows of a step with offline prompts, since a request that
-            arrives meanwhile waits for its end; None is as many as other steps may have.
+            arrives meanwhile waits for its end; None leaves it to the policy. How long steps take
+            does not matter otherwise: nobody waits for them.
     """
 
     ordinary: SchedulerPolicy
@@ -39,5 +40,4 @@ class OnlineFirst:
             if offline:
                 return StepPlan(preempt=tuple(reversed(offline)))
             return self.ordinary.plan(replace(state, waiting=waiting))
-        limits = [rows for rows in (state.max_rows, self.max_rows) if rows is not None]
-        return self.ordinary.plan(replace(state, max_rows=min(limits, default=None)))
+        return self.ordinary.plan(replace(state, max_rows=self.max_rows))
