@@ -170,6 +170,11 @@ class EngineMachine(RuleBasedStateMachine):
         if which < len(running):
             self.engine._execution.preempt(running[which])
 
+    @rule(looks=st.lists(st.booleans(), max_size=5))
+    def interrupt(self, looks: list[bool]) -> None:
+        """Steps of offline requests are given up where one of the next looks says so."""
+        self.engine.interrupted = lambda: bool(looks) and looks.pop()
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):

@@ -129,3 +129,39 @@ def test_a_cancelled_row_is_gone_whether_it_runs_or_waits() -> None:
     outputs = one.step()
     assert sorted(each.request_id for each in outputs) == [f"row {number}" for number in range(4)]
     assert not one.has_work()
+
+
+class TestAStepThatIsGivenUp:
+    def test_leaves_everything_as_it_was(self) -> None:
+        one = engine()
+        looks = 0
+
+        def interrupted() -> bool:
+            nonlocal looks
+            looks += 1
+            return looks % 3 == 0
+
+        one.interrupted = interrupted
+        rows = [row(number) for number in range(5)]
+        answers = serve(one, rows)
+        assert looks > 10
+        for each in rows:
+            assert answers[each.request_id, 0].tokens == truth(each.token_ids)
+
+    def test_makes_way_for_a_request_in_the_next_one(self) -> None:
+        one = engine()
+        one.add(row(1))
+        for _ in range(3):
+            one.step()
+        one.interrupted = lambda: True
+        computed = one.stats().computed_tokens
+        assert one.step() == []
+        assert one.stats().computed_tokens == computed
+        one.add(request("online", prompt(20)))
+        outputs = steps_until(one, "online")
+        assert {each.request_id for each in outputs} == {"online"}
+
+    def test_has_offline_rows_only(self) -> None:
+        one = engine()
+        one.interrupted = lambda: True
+        assert serve(one, [request("online", prompt(20))])["online", 0].tokens
