@@ -2,8 +2,8 @@
 
 Source: Qiao et al., "ConServe: Harvesting GPUs for Low-Latency and High-Throughput Large Language
 Model Serving", 2024, arXiv 2410.01228. Its offline requests use what online ones leave of a device,
-and are preempted as soon as one of these arrives. ConServe stops amid a pass, between two layers;
-here passes with offline rows are short.
+and are preempted as soon as one of these arrives, amid a pass between two layers. Here the engine
+gives such a pass up (``Engine.interrupted``), and this policy keeps it short.
 """
 
 from dataclasses import dataclass, replace
