@@ -270,6 +270,36 @@ def test_an_unfinished_batch_goes_on_after_a_restart(tiny_folder: Path, tmp_path
         assert len(results(client, batch.output_file_id)) == count
 
 
+def test_a_warm_document_stays_warm_beside_a_batch_that_is_larger_than_the_pool(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    batches = ("--batch-storage", "1MB", "--batch-folder", str(tmp_path / "batches"))
+    rows = [row(number, prompt=f"{number} " * 40, max_tokens=8) for number in range(60)]
+    document = {"prompt": "alpha beta " * 40, "suffix": "\n", "max_tokens": 1, "temperature": 0}
+    small = ("--kv-memory", "400KB", "--min-confidence", "0", "--no-idle-prefill")
+    with start(tiny_folder, *small, *batches) as server:
+
+        def uncached() -> int:
+            usage = server.complete(**document)["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            return int(usage["prompt_tokens"] - cached)
+
+        assert uncached() > 50
+        client = server.openai()
+        begun = begin(client, lines(*rows))
+        for count in (20, 40):
+            server.wait_for(
+                lambda count=count: (
+                    client.batches.retrieve(begun.id).request_counts.completed  # type: ignore[misc]
+                    >= count
+                )
+            )
+            assert uncached() <= 2
+        assert ended(client, begun.id).request_counts.completed == 60
+        assert server.metric("evicted_tokens_total") > server.metric("kv_slots")
+        assert uncached() <= 2
+
+
 def test_a_batch_gives_way_to_others_and_its_answers_are_the_same(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -1,9 +1,10 @@
 """OnlineFirst: offline requests run while no other request does, and leave at once when one comes.
 
-Source: Qiao et al., "ConServe: Harvesting GPUs for Low-Latency and High-Throughput Large Language
-Model Serving", 2024, arXiv 2410.01228. Its offline requests use what online ones leave of a device,
-and are preempted as soon as one of these arrives, amid a pass between two layers. Here the engine
-gives such a pass up (``Engine.interrupted``), and this policy keeps it short.
+Source: Qiao et al., "ConServe: Fine-Grained GPU Harvesting for LLM Online and Offline Co-Serving",
+2024, arXiv 2410.01228. Its offline requests use what online ones leave of a device, and are
+preempted amid a pass, between two layers, when these need it. Here all offline requests leave as
+soon as an online one arrives: the engine gives their pass up (``Engine.interrupted``). ConServe
+also runs both in one step as latency allows; that is not done.
 """
 
 from dataclasses import dataclass, replace
