@@ -32,6 +32,7 @@ TESTED_THROUGH = {
         "cli/options",
         "cli/top",
         "lab/cli/bench/app",
+        "lab/cli/bench/batch",
         "lab/cli/bench/methods",
         "lab/cli/bench/options",
         "lab/cli/bench/peers",

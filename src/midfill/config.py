@@ -178,6 +178,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             otherwise bfloat16 on chips that multiply it and float16 on others; with "bf16" queries
             and softmax weights are rounded, too; "i8" has one scale per token and head.
         token_budget: maximum tokens per step; fewer where steps were measured to take long.
+        offline_token_budget: the same where only rows of batches run, since a request that arrives
+            meanwhile waits for the step's end; the tokens of answers may exceed it.
         scheduler: which tokens run in a step, and who is admitted next: the policies that
             ``engine.scheduling.registry`` finds by such a specification.
         max_running: maximum number of answers in progress; others wait.
@@ -242,6 +244,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             help="Maximum tokens per step. Lower: steadier streams; higher: faster prompts.",
         ),
     ] = 128
+    offline_token_budget: int = 16
     scheduler: Annotated[
         str,
         Flag(

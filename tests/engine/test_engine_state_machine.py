@@ -21,7 +21,7 @@ from toy_runner import ToyRunner
 
 from midfill.engine.kv_transfer import warm_cache
 from midfill.engine.kv_transfer.transfers import layout_name
-from midfill.engine.request import EngineSamplingParams
+from midfill.engine.request import EngineSamplingParams, RequestHints
 from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.folders import ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
@@ -133,9 +133,16 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 7]),
         tenant=st.sampled_from(["", "", "other"]),
         method=st.sampled_from(list(METHODS)),
+        offline=st.booleans(),
     )
     def add(
-        self, prompt: tuple[int, ...], max_tokens: int, n: int, tenant: str, method: str
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        n: int,
+        tenant: str,
+        method: str,
+        offline: bool,
     ) -> None:
         name = f"r{len(self.prompts)}"
         n = 1 if method == PRUNING else n
@@ -143,7 +150,8 @@ class EngineMachine(RuleBasedStateMachine):
         for index in range(n):
             self.answers[name, index] = Answer()
         params = EngineSamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
-        self.engine.add(request(name, prompt, params, tenant, method=method))
+        hints = RequestHints(offline=offline)
+        self.engine.add(request(name, prompt, params, tenant, method=method, hints=hints))
 
     @rule(prompt=PROMPTS, tenant=st.sampled_from(["", "other"]))
     def add_background(self, prompt: tuple[int, ...], tenant: str) -> None:
@@ -161,6 +169,11 @@ class EngineMachine(RuleBasedStateMachine):
         running = self.engine._queues.running
         if which < len(running):
             self.engine._execution.preempt(running[which])
+
+    @rule(looks=st.lists(st.booleans(), max_size=5))
+    def interrupt(self, looks: list[bool]) -> None:
+        """Steps of offline requests are given up where one of the next looks says so."""
+        self.engine.interrupted = lambda: bool(looks) and looks.pop()
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:

@@ -18,6 +18,7 @@ from midfill.engine.loading import (
 from midfill.engine.request import EngineSamplingParams, RequestHints
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
+from midfill.engine.scheduling.policies.online_first import OnlineFirst
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
@@ -28,9 +29,13 @@ from serving import request, serve
 def test_the_options_reach_the_policies() -> None:
     chunked = SarathiServe(token_budget=7, max_running=3, short_share=0.5)
     options = ModelOptions(token_budget=7, max_running=3)
-    assert scheduler_policy(options, 30) == BackgroundPrefill(LayeredPrefill(chunked, 30, False))
-    layered = ModelOptions(token_budget=7, max_running=3, scheduler="layered-prefill")
-    assert scheduler_policy(layered, 30) == BackgroundPrefill(LayeredPrefill(chunked, 30, True))
+    policies = BackgroundPrefill(LayeredPrefill(chunked, 30, False))
+    assert scheduler_policy(options, 30) == OnlineFirst(policies, options.offline_token_budget)
+    layered = ModelOptions(
+        token_budget=7, max_running=3, scheduler="layered-prefill", offline_token_budget=5
+    )
+    policies = BackgroundPrefill(LayeredPrefill(chunked, 30, True))
+    assert scheduler_policy(layered, 30) == OnlineFirst(policies, 5)
     assert speculation(ModelOptions(speculation=False)) is None
 
 

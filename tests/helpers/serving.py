@@ -15,6 +15,7 @@ from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingPa
 from midfill.engine.scheduling.drafting import AcceptanceRates
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
+from midfill.engine.scheduling.policies.online_first import OnlineFirst
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
 from midfill.engine.scheduling.step_cost import StepCost
@@ -100,7 +101,7 @@ def build_engine(
         runner,
         eos_token_ids,
         EngineOptions(max_running=max_running, context=context),
-        policy=BackgroundPrefill(policy, background_chunk, max_background),
+        policy=OnlineFirst(BackgroundPrefill(policy, background_chunk, max_background)),
         speculation=speculation,
         token_bytes=token_bytes,
         method=method,

@@ -48,6 +48,7 @@ def int32(values: list[int] | Path) -> Int32Array:
 class Position:
     slot: int
     last_used: int
+    low_priority: bool
 
 
 @dataclass
@@ -67,10 +68,12 @@ class NaiveCache:
     def slots(self, tenant: CacheRoot, path: Path) -> list[int]:
         return [self.positions[tenant, path[:end]].slot for end in range(1, len(path) + 1)]
 
-    def touch(self, tenant: CacheRoot, path: Path) -> None:
+    def touch(self, tenant: CacheRoot, path: Path, low_priority: bool = False) -> None:
         self.clock += 1
         for end in range(1, len(path) + 1):
-            self.positions[tenant, path[:end]].last_used = self.clock
+            position = self.positions[tenant, path[:end]]
+            position.last_used = self.clock
+            position.low_priority = position.low_priority and low_priority
 
     def locked(self, tenant: CacheRoot, path: Path) -> bool:
         return any(
@@ -83,16 +86,22 @@ class NaiveCache:
     def evict_one(self) -> int:
         parents = {(tenant, path[:-1]) for tenant, path in self.positions}
         leaves = [key for key in self.positions if key not in parents and not self.locked(*key)]
-        oldest = min(leaves, key=lambda key: self.positions[key].last_used)
-        return self.positions.pop(oldest).slot
 
-    def insert(self, tenant: CacheRoot, tokens: list[int], slots: list[int]) -> list[int]:
+        def rank(key: tuple[CacheRoot, Path]) -> tuple[bool, int]:
+            position = self.positions[key]
+            return not position.low_priority, position.last_used
+
+        return self.positions.pop(min(leaves, key=rank)).slot
+
+    def insert(self, holder: "Holder", tokens: list[int], slots: list[int]) -> list[int]:
         """Return the offered slots that are duplicates."""
+        tenant, low_priority = holder.root or holder.tenant, holder.kv.low_priority
         known = len(self.longest(tenant, tokens))
-        self.touch(tenant, tuple(tokens[:known]))
+        self.touch(tenant, tuple(tokens[:known]), low_priority)
         for end in range(known + 1, len(tokens) + 1):
-            self.positions[tenant, tuple(tokens[:end])] = Position(slots[end - 1], 0)
-        self.touch(tenant, tuple(tokens))
+            position = Position(slots[end - 1], 0, low_priority)
+            self.positions[tenant, tuple(tokens[:end])] = position
+        self.touch(tenant, tuple(tokens), low_priority)
         stored = self.slots(tenant, tuple(tokens))
         return [mine for mine, theirs in zip(slots, stored, strict=True) if mine != theirs]
 
@@ -158,15 +167,15 @@ class KVMachine(RuleBasedStateMachine):
         evictable = sum(not self.model.locked(tenant, path[: end + 1]) for end in range(len(path)))
         assert self.pool.cache.peek(tenant, int32(tokens)) == (len(path), evictable)
 
-    @rule(target=holders, tenant=TENANTS, tokens=TOKENS)
-    def match_prefix(self, tenant: str, tokens: list[int]) -> object:
+    @rule(target=holders, tenant=TENANTS, tokens=TOKENS, low_priority=st.booleans())
+    def match_prefix(self, tenant: str, tokens: list[int], low_priority: bool) -> object:
         """Admit a sequence if its slots are available, as the engine does."""
         cached, evictable = self.pool.cache.peek(tenant, int32(tokens[:-1]))
         if self.pool.available < evictable + len(tokens) - cached:
             return multiple()
-        kv = SequenceKV(self.pool, tenant, capacity=32)
+        kv = SequenceKV(self.pool, tenant, capacity=32, low_priority=low_priority)
         path = self.model.longest(tenant, tokens[:-1])
-        self.model.touch(tenant, path)
+        self.model.touch(tenant, path, low_priority)
         assert kv.match_prefix(int32(tokens[:-1])) == len(path) == cached
         self.model.locks.append((tenant, path))
         self.take(len(tokens) - cached)
@@ -204,7 +213,7 @@ class KVMachine(RuleBasedStateMachine):
             return
         root, own = holder.root or holder.tenant, slice(holder.base, count)
         tokens = holder.tokens[own]
-        self.free.update(self.model.insert(root, tokens, holder.slots[own]))
+        self.free.update(self.model.insert(holder, tokens, holder.slots[own]))
         self.model.locks.remove(holder.lock)
         holder.shared = count
         self.model.locks.append(holder.lock)

@@ -180,3 +180,34 @@ def test_a_large_cache_matches_every_branch_and_evicts_down_to_the_shared_prefix
     while cache.cached_tokens > 2000:
         cache.evict(min(100, cache.cached_tokens - 2000))
     assert len(cache.match("", shared)) == 2000
+
+
+def test_what_only_offline_requests_have_used_is_evicted_first() -> None:
+    cache = RadixCache()
+    cache.insert("", ints(1, 2), ints(10, 11))
+    cache.insert("", ints(3, 4), ints(12, 13), low_priority=True)
+    cache.match("", ints(3, 4), low_priority=True)
+    assert sorted(cache.evict(2).tolist()) == [12, 13]
+    assert sorted(cache.evict(2).tolist()) == [10, 11]
+
+
+def test_what_others_use_too_is_no_longer_of_low_priority() -> None:
+    cache = RadixCache()
+    cache.insert("", ints(1, 2, 3, 4), ints(10, 11, 12, 13), low_priority=True)
+    cache.match("", ints(1, 2))
+    cache.insert("", ints(7, 8), ints(20, 21))
+    cache.match("", ints(1, 2, 3, 4), low_priority=True)
+    assert sorted(cache.evict(2).tolist()) == [12, 13]
+    assert sorted(cache.evict(2).tolist()) == [20, 21]
+
+
+def test_an_offline_request_makes_nothing_of_low_priority_that_it_continues() -> None:
+    cache = RadixCache()
+    document = cache.insert("", ints(1, 2), ints(10, 11)).node
+    cache.lock(document)
+    row = cache.insert("", ints(1, 2, 3), ints(10, 11, 12), document, low_priority=True)
+    assert row.node is not document
+    cache.unlock(document)
+    cache.insert("", ints(7), ints(20))
+    assert cache.evict(1).tolist() == [12]
+    assert sorted(cache.evict(2).tolist()) == [10, 11]

@@ -46,7 +46,7 @@ from midfill.engine.sequences.retention import Retention
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence, observed_rows, schedule
 from midfill.engine.step.counters import EngineCounters, TenantCounters
-from midfill.engine.step.layered_step import run_step
+from midfill.engine.step.layered_step import StepOutputs, run_interruptible_step, run_step
 from midfill.engine.step.plan_execution import PlanExecution
 from midfill.engine.step.prompt_scores import record_scores
 from midfill.engine.step.speculation import DraftCounts, Speculation
@@ -101,6 +101,10 @@ class Engine:
 
     Computed KV stays in the prefix cache until its slots are needed: that of prompts after each
     chunk, that of answers when they end, are cancelled or preempted.
+
+    Attributes:
+        interrupted: asked amid a step of offline requests whether somebody waits for another one;
+            the step is given up then.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class Engine:
         self._methods = MethodKinds(runner, self._queues.pool, kinds)
         self._methods.check(method)
         self._method, self._find_method = method, find_method
+        self.interrupted: Callable[[], bool] | None = None
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters, self._tenants = EngineCounters(), TenantCounters()
@@ -288,7 +293,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts
-        return self._counters.stats(self._queues, drafts, self.key_pairs, self.kv_traffic)
+        pinned = 0 if self._retention is None else self._retention.pinned_slots(self._queues)
+        return self._counters.stats(self._queues, drafts, self.key_pairs, self.kv_traffic, pinned)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return the numbers of every tenant that has or had a request, as of now."""
@@ -394,7 +400,10 @@ class Engine:
         """Run one forward pass, sample, commit the results and return the outputs."""
         started = self._clock.perf_counter()
         try:
-            logits, queries = run_step(self._runner, scheduled)
+            ran = self._run_step(scheduled)
+            if ran is None:
+                return []
+            logits, queries = ran
             _hand_out(scheduled, queries)
             computed = self._clock.perf_counter()
             groups = sibling_groups(scheduled)
@@ -423,6 +432,24 @@ class Engine:
                 self._speculation.record_verification(entry, group[0].verified_token_ids)
         return self._commit.commit(scheduled, [group for _, group in groups])
 
+    def _run_step(self, scheduled: list[ScheduledSequence]) -> StepOutputs | None:
+        """Run a step; None if it was given up, and the sequences are as before it."""
+        if self.interrupted is None or not all(map(_may_be_given_up, scheduled)):
+            return run_step(self._runner, scheduled)
+        ran = run_interruptible_step(self._runner, scheduled, self.interrupted)
+        if ran is None:
+            for entry in scheduled:
+                sequence = entry.sequence
+                held = sequence.computed if sequence.decoding else sequence.length
+                sequence.held.truncate(held)
+        return ran
+
+
+def _may_be_given_up(entry: ScheduledSequence) -> bool:
+    """Whether nobody waits for a sequence, and a part of its step leaves nothing behind."""
+    sequence = entry.sequence
+    return sequence.hints.offline and sequence.method.is_null and sequence.layer_rows is None
+
 
 def _facts(request: EngineRequest) -> RequestFacts:
     """Return what methods may know of a request."""
@@ -444,7 +471,8 @@ def _hints(request: EngineRequest, now: float) -> Hints:
         now: when it arrived.
     """
     given, expected = request.hints, request.hints.expected_tokens
-    named = bool(given.program) and not (request.background or request.answered)
+    ours = request.background or request.answered or given.offline
+    named = bool(given.program) and not ours
     if expected is not None:
         expected = min(max(expected, 1), request.sampling.max_tokens)
     return Hints(
@@ -454,6 +482,7 @@ def _hints(request: EngineRequest, now: float) -> Hints:
         program=ProgramId(request.tenant, given.program) if named else None,
         program_arrived=now,
         last_step=given.last_step,
+        offline=given.offline,
     )
 
 

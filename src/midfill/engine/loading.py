@@ -13,6 +13,7 @@ from midfill.engine.messages import EngineInfo
 from midfill.engine.scheduling.drafting import AcceptanceRates
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
+from midfill.engine.scheduling.policies.online_first import OnlineFirst
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
 from midfill.engine.scheduling.programs import Programs, RebuildCost
@@ -133,7 +134,7 @@ def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:
     policy: SchedulerPolicy = LayeredPrefill(chunked, layers, chosen.by_layers)
     if chosen.order is not None:
         policy = OrderedAdmission(policy, chosen.order)
-    return BackgroundPrefill(policy)
+    return OnlineFirst(BackgroundPrefill(policy), options.offline_token_budget)
 
 
 def lookahead(options: ModelOptions) -> int:

@@ -67,12 +67,15 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
         program: names the program that the request is a step of, such as an agent's task; "" for
             none. Names are a tenant's own.
         last_step: whether it is the program's last request.
+        offline: whether nobody waits for it: it runs while no other request does, and its KV is
+            evicted before all that others have used. The server's own word on rows of batches.
     """
 
     priority: int = 0
     expected_tokens: int | None = None
     program: str = ""
     last_step: bool = False
+    offline: bool = False
 
 
 NO_REQUEST_HINTS = RequestHints()
@@ -138,6 +141,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     answered: list[int] = []
     deadline: float | None = None
     hints: RequestHints = NO_REQUEST_HINTS
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for its answer: it is neither background work nor offline."""
+        return not self.background and not self.hints.offline
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -229,6 +237,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         slots_total: KV slots (tokens) in the pool.
         slots_free: free slots.
         slots_cached: evictable slots: held by the prefix cache and used by no sequence.
+        slots_pinned: slots that are kept for programs whose next request is awaited; no sequence
+            uses them.
         prompt_tokens: prompt tokens of admitted requests, but not of those that another engine has
             begun to answer.
         cached_tokens: how many of these were found in the prefix cache.
@@ -236,7 +246,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         computed_tokens: rows that went through the model, prefill and decode; rows of blended
             prompts count by the share of the layers that they went through.
         generated_tokens: sampled tokens.
-        preemptions: sequences that went back to the queue for lack of slots.
+        preemptions: sequences that went back to the queue for lack of slots, or offline ones for
+            others.
         evicted_tokens: slots that the prefix cache has evicted.
         cache_nodes: runs of tokens that the prefix cache's trees consist of.
         cache_index_bytes: memory of these trees, without the KV.
@@ -267,6 +278,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     slots_total: int = 0
     slots_free: int = 0
     slots_cached: int = 0
+    slots_pinned: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     reused_tokens: int = 0

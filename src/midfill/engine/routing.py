@@ -87,7 +87,12 @@ def document_key(tenant: str, document: str) -> str:
     return f"{len(tenant)}:{tenant}:{document}"
 
 
-def request_key(tenant: str, document: str, token_ids: Sequence[int]) -> str:
+def program_key(tenant: str, program: str) -> str:
+    """Return what stands for a tenant's program; no two, and no document, have the same."""
+    return f"program {document_key(tenant, program)}"
+
+
+def request_key(tenant: str, document: str, token_ids: Sequence[int], program: str = "") -> str:
     """Return what a request's target is chosen by.
 
     Args:
@@ -95,7 +100,10 @@ def request_key(tenant: str, document: str, token_ids: Sequence[int]) -> str:
         document: the planner's id of its document; "" if there is none, and then its first tokens
             stand for one.
         token_ids: its prompt.
+        program: what it is a step of; the whole program then has one target. "" for none.
     """
+    if program:
+        return program_key(tenant, program)
     if not document:
         first = str(list(token_ids[:_FIRST_IDS]))
         document = hashlib.blake2b(first.encode(), digest_size=8).hexdigest()

@@ -57,7 +57,17 @@ class RadixNode:
     the existing object becomes the lower part, so handles stay valid.
     """
 
-    __slots__ = ("children", "last_used", "locks", "parent", "queued", "root", "slots", "tokens")
+    __slots__ = (
+        "children",
+        "last_used",
+        "locks",
+        "low_priority",
+        "parent",
+        "queued",
+        "root",
+        "slots",
+        "tokens",
+    )
 
     def __init__(
         self, root: CacheRoot, parent: "RadixNode | None", tokens: Int32Array, slots: Int32Array
@@ -69,6 +79,7 @@ class RadixNode:
         self.children: dict[int, RadixNode] = {}
         self.locks = 0
         self.last_used = 0
+        self.low_priority = False
         self.queued = False
 
     @property
@@ -137,8 +148,9 @@ class RadixCache:
     """Prefix cache over slots: match, lock, insert, evict. Owns every slot it holds.
 
     A locked path is never evicted. Everything else is evicted least recently used first, from the
-    leaves up. Match and insert cost one numpy comparison per node on the path, evict O(log nodes)
-    per node touched.
+    leaves up; what only offline requests have used (``low_priority``) before all that others have.
+    Match and insert cost one numpy comparison per node on the path, evict O(log nodes) per node
+    touched.
 
     Attributes:
         cached_tokens: number of slots held.
@@ -155,10 +167,10 @@ class RadixCache:
         self.evicted_tokens = 0
         self._roots: dict[CacheRoot, RadixNode] = {}
         self._clock = 0
-        # Heap of (last use, push number, node) for evictable leaves. Entries may be stale, which
-        # ``evict`` checks. A node has at most one entry (``queued``), so the heap is no larger
-        # than the tree.
-        self._queue: list[tuple[int, int, RadixNode]] = []
+        # Heap of (whether others than offline requests have used it, last use, push number, node)
+        # for evictable leaves. Entries may be stale, which ``evict`` checks. A node has at most one
+        # entry (``queued``), so the heap is no larger than the tree.
+        self._queue: list[tuple[bool, int, int, RadixNode]] = []
         self._pushes = 0
 
     @property
@@ -166,8 +178,16 @@ class RadixCache:
         """Number of tenants with cached tokens."""
         return len({_tenant_of(root) for root in self._roots})
 
-    def match(self, root: CacheRoot, tokens: Int32Array) -> PrefixMatch:
-        """Find the longest cached prefix of [n] int32 ``tokens`` and mark it as just used."""
+    def match(
+        self, root: CacheRoot, tokens: Int32Array, *, low_priority: bool = False
+    ) -> PrefixMatch:
+        """Find the longest cached prefix of [n] int32 ``tokens`` and mark it as just used.
+
+        Args:
+            root: which tree to use.
+            tokens: the sequence's tokens from position 0.
+            low_priority: whether its use keeps nothing from being evicted first.
+        """
         path, common = self._descend(root, tokens)
         if not path:
             return PrefixMatch(_EMPTY, None)
@@ -177,6 +197,7 @@ class RadixCache:
         self._clock += 1
         for visited in path:
             visited.last_used = self._clock
+            visited.low_priority = visited.low_priority and low_priority
         return PrefixMatch(np.concatenate([visited.slots for visited in path]), node)
 
     def peek(self, root: CacheRoot, tokens: Int32Array) -> CachedPrefix:
@@ -241,6 +262,8 @@ class RadixCache:
         tokens: Int32Array,
         slots: Int32Array,
         held: RadixNode | None = None,
+        *,
+        low_priority: bool = False,
     ) -> Insertion:
         """Cache the KV in [n] int32 ``slots`` of [n] int32 ``tokens``.
 
@@ -255,8 +278,9 @@ class RadixCache:
             held: the path that the caller has locked. If nobody else has, and it ends at a leaf,
                 the leaf grows in place instead of getting a child, so a prompt that is inserted
                 chunk by chunk stays one node. The caller's lock then covers the new tokens too.
+            low_priority: whether what is new is evicted before all that others have used.
         """
-        found = self.match(root, tokens)
+        found = self.match(root, tokens, low_priority=low_priority)
         known = len(found)
         offered = slots[:known]
         duplicates = offered[offered != found.slots]
@@ -266,12 +290,13 @@ class RadixCache:
         tail, tail_slots = tokens[known:].copy(), slots[known:].copy()
         parent = found.node
         self.cached_tokens += len(tail)
-        if parent is not None and parent is held and parent.locks == 1 and not parent.children:
+        grows = parent is held and parent is not None and parent.low_priority == low_priority
+        if parent is not None and grows and parent.locks == 1 and not parent.children:
             parent.tokens = np.concatenate((parent.tokens, tail))
             parent.slots = np.concatenate((parent.slots, tail_slots))
             node = parent
         else:
-            node = self._add_child(root, parent, tail, tail_slots)
+            node = self._add_child(root, parent, tail, tail_slots, low_priority)
             self.evictable_tokens += len(tail)
         return Insertion(np.concatenate((found.slots, tail_slots)), node, duplicates)
 
@@ -312,8 +337,8 @@ class RadixCache:
     def evict(self, count: int) -> Int32Array:
         """Evict ``count`` tokens, at most the evictable ones; return their slots as [n] int32.
 
-        The caller owns the slots. The least recently used leaf shrinks from its end until it is
-        removed, then the next one does.
+        The caller owns the slots. The least recently used leaf, of low priority if there is any,
+        shrinks from its end until it is removed, then the next one does.
         """
         taken: list[Int32Array] = []
         missing = min(count, self.evictable_tokens)
@@ -321,7 +346,7 @@ class RadixCache:
         self.cached_tokens -= missing
         self.evicted_tokens += missing
         while missing:
-            stamp, _, node = heapq.heappop(self._queue)
+            _, stamp, _, node = heapq.heappop(self._queue)
             node.queued = False
             if not node.evictable_leaf:
                 continue  # it is queued again when it becomes evictable
@@ -339,12 +364,12 @@ class RadixCache:
         return np.concatenate(taken) if taken else _EMPTY
 
     def evict_leaf(self) -> Int32Array:
-        """Evict the whole of the least recently used leaf; return its slots as [n] int32.
+        """Evict the whole of the leaf that ``evict`` begins with; return its slots as [n] int32.
 
         The caller owns the slots; there are none if everything is locked.
         """
         while self._queue:
-            stamp, _, node = self._queue[0]
+            _, stamp, _, node = self._queue[0]
             if node.evictable_leaf and node.last_used == stamp:
                 return self.evict(len(node.tokens))
             heapq.heappop(self._queue)
@@ -377,7 +402,7 @@ class RadixCache:
         assert parent is not None
         tokens, slots = node.tokens, node.slots
         upper = RadixNode(node.root, parent, tokens[:length].copy(), slots[:length].copy())
-        upper.locks = node.locks
+        upper.locks, upper.low_priority = node.locks, node.low_priority
         parent.children[int(upper.tokens[0])] = upper
         self.nodes += 1
         node.tokens, node.slots = tokens[length:].copy(), slots[length:].copy()
@@ -386,7 +411,12 @@ class RadixCache:
         return upper
 
     def _add_child(
-        self, root: CacheRoot, parent: RadixNode | None, tokens: Int32Array, slots: Int32Array
+        self,
+        root: CacheRoot,
+        parent: RadixNode | None,
+        tokens: Int32Array,
+        slots: Int32Array,
+        low_priority: bool,
     ) -> RadixNode:
         if parent is None:
             parent = self._roots.get(root)
@@ -395,7 +425,7 @@ class RadixCache:
         node = RadixNode(root, parent, tokens, slots)
         self.nodes += 1
         self._clock += 1
-        node.last_used = self._clock
+        node.last_used, node.low_priority = self._clock, low_priority
         parent.children[int(tokens[0])] = node
         self._enqueue(node)
         return node
@@ -415,7 +445,7 @@ class RadixCache:
         if node.evictable_leaf and not node.queued:
             node.queued = True
             self._pushes += 1
-            heapq.heappush(self._queue, (node.last_used, self._pushes, node))
+            heapq.heappush(self._queue, (not node.low_priority, node.last_used, self._pushes, node))
 
 
 def _tenant_of(root: CacheRoot) -> str:

@@ -27,11 +27,18 @@ class SequenceKV:
         shared: how many of them belong to the prefix cache.
         base: how many of these are in the tenant's own tree.
         is_private: whether nothing of it may go to the cache, since layers lack tokens.
+        low_priority: whether what it leaves in the cache is evicted before all that others use.
         prefix: what stands for the first tokens; None if they have slots like all others.
     """
 
     def __init__(
-        self, pool: KVPool, root: CacheRoot, capacity: int, *, is_private: bool = False
+        self,
+        pool: KVPool,
+        root: CacheRoot,
+        capacity: int,
+        *,
+        is_private: bool = False,
+        low_priority: bool = False,
     ) -> None:
         """Hold no slots yet.
 
@@ -40,7 +47,7 @@ class SequenceKV:
             root: the tree whose prefixes may be shared.
             capacity: maximum number of slots. The array for them is allocated once; the operating
                 system backs it with memory as it fills.
-            is_private: see the class.
+            is_private, low_priority: see the class.
         """
         self.reserved = 0
         self.shared = 0
@@ -48,6 +55,7 @@ class SequenceKV:
         self.prefix: CompressedPrefix | None = None
         self._pool = pool
         self.is_private = is_private
+        self.low_priority = low_priority
         self._root: CacheRoot = root
         self._buffer: Int32Array = np.empty(capacity, dtype=np.int32)
         self._base_node: RadixNode | None = None
@@ -109,7 +117,7 @@ class SequenceKV:
 
     def _share(self, tokens: Int32Array) -> RadixNode | None:
         """Lock the longest cached prefix of ``tokens`` in the root, and share its slots."""
-        found = self._pool.cache.match(self._root, tokens)
+        found = self._pool.cache.match(self._root, tokens, low_priority=self.low_priority)
         self._pool.cache.lock(found.node)
         self._buffer[self.shared : self.shared + len(found)] = found.slots
         self.shared += len(found)
@@ -184,7 +192,13 @@ class SequenceKV:
             return
         cache = self._pool.cache
         own = slice(self.base, count)
-        stored = cache.insert(self._root, tokens[own], self._buffer[own], self._node)
+        stored = cache.insert(
+            self._root,
+            tokens[own],
+            self._buffer[own],
+            self._node,
+            low_priority=self.low_priority,
+        )
         if stored.node is not self._node:
             cache.lock(stored.node)
             cache.unlock(self._node)
@@ -201,7 +215,7 @@ class SequenceKV:
         """
         if self.reserved > self.shared:
             raise ValueError("only KV that the cache holds can be shared")
-        twin = SequenceKV(self._pool, "", len(self._buffer))
+        twin = SequenceKV(self._pool, "", len(self._buffer), low_priority=self.low_priority)
         twin._root, twin.base = self._root, self.base
         twin._buffer[: self.shared] = self.slots
         twin.reserved = twin.shared = self.shared

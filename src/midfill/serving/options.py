@@ -139,6 +139,17 @@ class BatchOptions:
             help="Maximum number of files that an API key may have uploaded, results included.",
         ),
     ] = 100
+    rows: Annotated[
+        int,
+        Flag(
+            name="--batch-rows",
+            panel="Limits",
+            min=1,
+            metavar="N",
+            help="Maximum number of rows in the unfinished batches of an API key. Rows count for"
+            " no other limit.",
+        ),
+    ] = 50_000
     folder: Annotated[
         str | None,
         Flag(

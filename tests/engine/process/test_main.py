@@ -14,11 +14,11 @@ from slowed_engines import slow_engines
 from midfill.config import ModelOptions
 from midfill.engine.messages import Cancel, FromEngine, Prepare, RequestFailed, Submit
 from midfill.engine.process.client import EngineClient
-from midfill.engine.process.main import Inbox, run_loop
+from midfill.engine.process.main import EarlyMessages, Inbox, Message, run_loop
 from midfill.engine.process.output_buffer import OutputBuffer
 from midfill.engine.process.outputs import OutputStream
 from midfill.engine.process.supervision import EngineProcess
-from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams, RequestHints
 from midfill.errors import (
     CheckpointError,
     EngineDeadError,
@@ -450,3 +450,43 @@ def test_an_idle_engine_wakes_up_for_what_it_has_to_do_later() -> None:
     with pytest.raises(WokenError):
         run_loop(SleepyEngine(2.5), buffer, channel)  # type: ignore[arg-type]
     assert channel.waited == [2.5]
+
+
+class TestEarlyMessages:
+    """What arrives amid a step of offline requests."""
+
+    @staticmethod
+    def arrived(*requests: EngineRequest) -> EarlyMessages:
+        messages = [
+            (b"", msgspec.msgpack.encode(Submit(each)), memoryview(b"")) for each in requests
+        ]
+
+        class Source:
+            def pending(self) -> bool:
+                return bool(messages)
+
+            def receive(self) -> Message:
+                return messages.pop(0)
+
+        inbox = Inbox(None, None, lambda message: None)  # type: ignore[arg-type]
+        return EarlyMessages(Source(), inbox.is_awaited)
+
+    def test_a_request_that_somebody_waits_for_ends_the_step(self) -> None:
+        offline = msgspec.structs.replace(request("row"), hints=RequestHints(offline=True))
+        early = self.arrived(offline, request("online"))
+        assert early.look()
+        assert not early.look()
+        submits = [msgspec.msgpack.decode(each[1], type=Submit) for each in early.messages]
+        assert [each.request.request_id for each in submits] == ["row", "online"]
+
+    def test_nothing_else_does(self) -> None:
+        offline = msgspec.structs.replace(request("row"), hints=RequestHints(offline=True))
+        background = msgspec.structs.replace(request("next"), background=True)
+        early = self.arrived(offline, background)
+        assert not early.look()
+        assert len(early.messages) == 2
+
+    def test_a_message_that_makes_no_sense_is_left_to_its_handling(self) -> None:
+        inbox = Inbox(None, None, lambda message: None)  # type: ignore[arg-type]
+        assert not inbox.is_awaited(b"\xc1")
+        assert not inbox.is_awaited(msgspec.msgpack.encode(Cancel("a", None)))

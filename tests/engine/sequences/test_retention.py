@@ -151,6 +151,14 @@ class TestPins:
             cached[type(order)] = world.turn("a2", [*prompt(80), FAST, *prompt(9, 3)], "a")
         assert cached == {Continuum: 80, FirstComeFirstServed: 0}
 
+    def test_its_slots_are_counted_until_it_is_released(self) -> None:
+        world = World(Forever())
+        world.turn("a1", prompt(80), "a")
+        assert world.engine.stats().slots_pinned == 80
+        assert world.available == world.slots - 80
+        world.turn("a2", [*prompt(80), FAST, 1], "a", last_step=True)
+        assert world.engine.stats().slots_pinned == 0
+
     def test_the_answers_are_the_same_as_without_pins(self) -> None:
         def served(order: QueueOrder) -> list[list[int]]:
             world = World(order, tool_of=lambda token_ids: "fast")

@@ -298,3 +298,27 @@ def test_the_key_is_checked_before() -> None:
             assert upstream.chats == []
 
     run(test())
+
+
+def test_the_chats_of_a_job_go_to_one_server_under_a_name_of_its_keys_own() -> None:
+    async def test() -> None:
+        with StubUpstream() as one, StubUpstream() as other:
+            async with serve(one.url, other.url, keys=("a", "b")) as gateway:
+                for key in ("a", "b"):
+                    for number in range(10):
+                        messages = [{"role": "user", "content": f"{number}"}]
+                        await gateway.client.post(
+                            _PATH, json={"messages": messages, "job_id": "task"},
+                            headers={"authorization": f"Bearer {key}"},
+                        )  # fmt: skip
+                response = await gateway.client.post(
+                    _PATH, json={**CHAT, "job_id": 7}, headers={"authorization": "Bearer a"}
+                )
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == "job_id"
+            jobs = [{chat["job_id"] for chat in each.chats} for each in (one, other)]
+            assert len(jobs[0] | jobs[1]) == 2
+            assert not jobs[0] & jobs[1]
+            assert "task" not in jobs[0] | jobs[1]
+
+    run(test())

@@ -1,7 +1,7 @@
 """A gateway in front of one server, through real sockets."""
 
 import asyncio
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from gateway_serving import run, serve
@@ -395,3 +395,64 @@ def test_what_only_an_engine_can_do_is_refused(fields: dict[str, object], messag
             assert message in said
 
     run(test())
+
+
+class TestHints:
+    """What clients say of a request for whoever schedules it."""
+
+    HINTS: ClassVar[dict[str, object]] = {
+        "priority": -2, "job_id": "task", "is_last_step": True, "expected_tokens": 9,
+    }  # fmt: skip
+
+    def test_a_midfill_is_told_them(self) -> None:
+        async def test() -> None:
+            with StubUpstream(StubModel(owner="midfill")) as upstream:
+                async with serve(upstream.url) as gateway:
+                    await gateway.complete(prompt="a", **self.HINTS)
+                    await gateway.complete(prompt="a")
+                first, second = (each.body for each in upstream.received)
+                assert {name: first[name] for name in self.HINTS} == self.HINTS
+                assert not set(second) & set(self.HINTS)
+
+        run(test())
+
+    @pytest.mark.parametrize("owner", ["vllm", "sglang", "somebody"])
+    def test_others_are_not(self, owner: str) -> None:
+        async def test() -> None:
+            with StubUpstream(StubModel(owner=owner)) as upstream:
+                async with serve(upstream.url) as gateway:
+                    await gateway.complete(prompt="a", **self.HINTS)
+                (request,) = upstream.received
+                assert not set(request.body) & set(self.HINTS)
+
+        run(test())
+
+    def test_the_requests_of_a_job_go_to_one_server(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as one, StubUpstream() as other:
+                async with serve(one.url, other.url) as gateway:
+                    for number in range(20):
+                        await gateway.complete(prompt=f"{number} a", job_id="task")
+                    assert {len(one.received), len(other.received)} == {0, 20}
+                    for number in range(20):
+                        await gateway.complete(prompt=f"{number} a", job_id=f"task {number}")
+                    assert min(len(one.received), len(other.received)) > 0
+
+        run(test())
+
+    def test_a_keys_job_is_no_others_and_its_priority_its_own(self) -> None:
+        async def test() -> None:
+            with StubUpstream(StubModel(owner="midfill")) as upstream:
+                async with serve(upstream.url, keys=("a", "b")) as gateway:
+                    for key in ("a", "b", "a"):
+                        response = await gateway.client.post(
+                            "/v1/completions", json={"prompt": "a", **self.HINTS},
+                            headers={"authorization": f"Bearer {key}"},
+                        )  # fmt: skip
+                        assert response.status_code == 200
+                jobs = [each.body["job_id"] for each in upstream.received]
+                assert jobs[0] == jobs[2] != jobs[1]
+                assert "task" not in jobs
+                assert all("priority" not in each.body for each in upstream.received)
+
+        run(test())

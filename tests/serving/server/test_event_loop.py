@@ -26,7 +26,6 @@ from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.batch.routes import batch_dialect
 from midfill.serving.server.batch.store import BatchStore
 from midfill.serving.server.batch.worker import BatchWorker
-from midfill.serving.server.batch.yielding import InteractiveLoad
 from midfill.serving.server.bodies import MAX_ESCAPES, MAX_VALUES
 from midfill.serving.server.service import ModelService
 from midfill.system.process import freeze_objects
@@ -74,7 +73,7 @@ async def watch(stalls: list[float]) -> None:
 
 def app_of(service: ModelService) -> ASGIApp:
     """Return the application with all endpoints that take a body."""
-    worker = BatchWorker(STORES[0], service, InteractiveLoad(), 1)  # type: ignore[arg-type]
+    worker = BatchWorker(STORES[0], service, asyncio.Event(), 1)  # type: ignore[arg-type]
     return create_app(service, dialects=(*DIALECTS, batch_dialect(worker)))
 
 

@@ -24,6 +24,7 @@ from midfill.serving.server.batch.job import BatchJob, BatchProgress, PlannedPro
 from midfill.serving.server.batch.opening import open_row_service
 from midfill.serving.server.batch.prefix_groups import find_prefix_groups
 from midfill.serving.server.batch.results import ResultFile
+from midfill.serving.server.batch.row_budget import RowBudget
 from midfill.serving.server.batch.rows import RowFile
 from midfill.serving.server.offline_batch import run_batch
 from midfill.serving.server.opened_model import open_engine
@@ -133,7 +134,7 @@ def test_what_is_computed_is_at_most_what_the_plan_says(tiny_folder: Path, tmp_p
                 prompts.append(planned.tokens)
             source = RowFile(write(tmp_path / "in.jsonl", rows), 1 << 20)
             results = ResultFile(tmp_path / "out.jsonl")
-            done = await BatchJob(source, results, api, opened.info.slots).run()
+            done = await BatchJob(source, results, api, RowBudget(opened.info.slots)).run()
             source.close()
             results.close()
             service.close()

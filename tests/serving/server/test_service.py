@@ -18,7 +18,7 @@ from midfill.frontend.prompt_encoder import PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.serving.server.request import RequestRecord, current_request
+from midfill.serving.server.request import GenerationRequest, RequestRecord, current_request
 from midfill.serving.server.service import ModelService
 
 
@@ -43,7 +43,7 @@ def test_the_texts_of_a_generation_go_with_it(
     prompt = encoder.infill(InfillRequest(prefix="a", raw=True))
     gc.disable()
     try:
-        generation = service.generate([prompt], SamplingParams(), "", streamed=False)
+        generation = service.generate(GenerationRequest([prompt], SamplingParams(), ""))
         gone = weakref.ref(generation)
         del generation
         assert gone() is None

@@ -233,7 +233,7 @@ class DisaggregatedEngine:
         if not self._any_usable:
             raise self._not_ready()
         now = time.monotonic()
-        asking = [request for request in requests if not request.background]
+        asking = [request for request in requests if request.is_awaited]
         if asking:
             tokens = sum(len(request.token_ids) for request in asking)
             first = asking[0]
@@ -275,7 +275,9 @@ class DisaggregatedEngine:
 
     def _choose(self, workers: Sequence[W], request: EngineRequest) -> W | None:
         """Return the worker for a request, if possible the one that knows its document."""
-        document = request_key(request.tenant, request.document, request.token_ids)
+        document = request_key(
+            request.tenant, request.document, request.token_ids, request.hints.program
+        )
         return choose(document, self._usable(workers))
 
     def _not_ready(self) -> EngineDeadError:

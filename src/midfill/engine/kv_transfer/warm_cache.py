@@ -436,7 +436,7 @@ class KvTraffic:
     def note(self, sequence: Sequence) -> None:
         """Have the warm tier store what a sequence has in the cache, or is about to leave there."""
         kv = sequence.kv
-        if self._warm is None or kv is None or not kv.is_exact:
+        if self._warm is None or kv is None or not kv.is_exact or kv.low_priority:
             return
         if kv.prefix is None and not kv.is_private:
             self._warm.note(sequence.tenant, sequence.cache_keys(sequence.computed))

@@ -18,7 +18,16 @@ from midfill.errors import GenerationError, MidfillError
 _log = logging.getLogger(__name__)
 
 GAUGES = frozenset(
-    {"running", "waiting", "slots_total", "slots_free", "slots_cached", "background", "loading"}
+    {
+        "running",
+        "waiting",
+        "slots_total",
+        "slots_free",
+        "slots_cached",
+        "slots_pinned",
+        "background",
+        "loading",
+    }
 )
 """Fields of ``EngineStats`` that go down again; the others only grow."""
 

@@ -170,7 +170,7 @@ class EngineClient:
         """
         process = self._running_process()
         now = time.monotonic()
-        asking = [request for request in requests if not request.background]
+        asking = [request for request in requests if request.is_awaited]
         if asking:
             tokens = sum(len(request.token_ids) for request in asking)
             first = asking[0]

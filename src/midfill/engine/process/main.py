@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
 import numpy as np
@@ -80,7 +81,7 @@ class _Channel:
             kv, message = [message.blob], msgspec.structs.replace(message, blob=messages.NO_BLOB)
         self._socket.send_multipart([msgspec.msgpack.encode(message), *kv], copy=False)
 
-    def receive(self) -> tuple[bytes, bytes, memoryview]:
+    def receive(self) -> "Message":
         """Wait for the next message; return its request's id (b"" for none), its msgpack and KV."""
         request_id, payload, *kv = self._socket.recv_multipart(copy=False)
         return request_id.bytes, payload.bytes, kv[0].buffer if kv else messages.NO_BLOB
@@ -144,13 +145,17 @@ def main(address: str) -> NoReturn:
 def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoReturn:
     """Receive messages, step the engine, send outputs; repeat."""
     inbox = Inbox(engine, buffer, channel.send)
+    early = EarlyMessages(channel, inbox.is_awaited)
+    engine.interrupted = early.look
     reported = 0.0
     while True:
         received = 0
         while received < _MAX_MESSAGES_PER_STEP or not engine.has_work():
-            if not channel.pending(0.0 if engine.has_work() else engine.idle_seconds()):
-                break
-            inbox.handle(*channel.receive())
+            if not early.messages:
+                if not channel.pending(0.0 if engine.has_work() else engine.idle_seconds()):
+                    break
+                early.messages.append(channel.receive())
+            inbox.handle(*early.messages.popleft())
             received += 1
         produced = engine.step()
         for result in engine.kv_traffic.transfers.take_results():
@@ -168,6 +173,46 @@ def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoRet
             )
         if is_due:
             reported = now
+
+
+Message = tuple[bytes, bytes, memoryview]
+"""A request's id, msgpack, and KV."""
+
+
+class MessageSource(Protocol):
+    """Where messages come from; see ``_Channel``."""
+
+    def pending(self) -> bool:
+        """Whether there is a message."""
+
+    def receive(self) -> Message:
+        """Return the next message."""
+
+
+class EarlyMessages:
+    """Messages that were received amid a step. They are handled after it.
+
+    Args:
+        source: where they come from.
+        is_awaited: whether a message's msgpack is a request that somebody waits for.
+
+    Attributes:
+        messages: the first one first.
+    """
+
+    def __init__(self, source: MessageSource, is_awaited: Callable[[bytes], bool]) -> None:
+        self.messages: deque[Message] = deque()
+        self._source = source
+        self._is_awaited = is_awaited
+
+    def look(self) -> bool:
+        """Receive what is there; return whether somebody waits for some of it."""
+        found = False
+        while self._source.pending() and len(self.messages) < _MAX_MESSAGES_PER_STEP:
+            message = self._source.receive()
+            self.messages.append(message)
+            found = found or self._is_awaited(message[1])
+        return found
 
 
 class Inbox:
@@ -219,6 +264,13 @@ class Inbox:
                 self._engine.cancel(name)
             text = "the engine could not handle this request; the server's log has the details"
             self._send(messages.RequestFailed(name, text))
+
+    def is_awaited(self, payload: bytes) -> bool:
+        """Whether a message's msgpack is a request that somebody waits for."""
+        with contextlib.suppress(msgspec.MsgspecError):  # handling it says what is wrong
+            message = self._decoder.decode(payload)
+            return isinstance(message, messages.Submit) and message.request.is_awaited
+        return False
 
     @property
     def _transfers(self) -> "KvTransfers":

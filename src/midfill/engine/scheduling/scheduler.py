@@ -39,6 +39,7 @@ class Hints(NamedTuple):
         program_arrived: when the program's first request arrived; the request's own arrival where
             it has no program.
         last_step: whether it is the program's last request.
+        offline: whether nobody waits for it, see ``policies.online_first``.
     """
 
     priority: int = 0
@@ -47,6 +48,7 @@ class Hints(NamedTuple):
     program: ProgramId | None = None
     program_arrived: float = 0.0
     last_step: bool = False
+    offline: bool = False
 
 
 NO_HINTS = Hints()

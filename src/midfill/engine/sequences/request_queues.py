@@ -117,7 +117,13 @@ class RequestQueues:
         found = look_up(sequence, self.pool)
         method, root = sequence.method, sequence.cache_root
         capacity = sequence.max_length + (method.slots_needed(sequence.length) or 0)
-        kv = sequence.kv = SequenceKV(self.pool, root, capacity, is_private=method.is_private)
+        kv = sequence.kv = SequenceKV(
+            self.pool,
+            root,
+            capacity,
+            is_private=method.is_private,
+            low_priority=sequence.hints.offline,
+        )
         sequence.reused_tokens = 0
         if found.branch is None:
             sequence.computed = kv.match_prefix(found.tokens)

@@ -65,6 +65,10 @@ class Retention:
         """When the first pin is due; None if there is none."""
         return min((pin.deadline for pin in self._pins.values()), default=None)
 
+    def pinned_slots(self, queues: RequestQueues) -> int:
+        """Return how many slots would become available if all pins were released."""
+        return queues.pool.cache.released_by(pin.node for pin in self._pins.values())
+
     def record_arrival(self, program: ProgramId, now: float) -> float:
         """Note that a program's request has arrived; return when its first one did."""
         return self._programs.record_arrival(program, now)
@@ -112,8 +116,7 @@ class Retention:
         cache.lock(node)
         arrived = sequence.hints.program_arrived
         self._pins[program] = _PinnedKv(node, now + time_to_live, arrived)
-        held = cache.released_by(pin.node for pin in self._pins.values())
-        if held > self._policy.max_pinned * queues.pool.slots.total:
+        if self.pinned_slots(queues) > self._policy.max_pinned * queues.pool.slots.total:
             self._release(queues, program)
 
     def is_due(self, now: float) -> bool:

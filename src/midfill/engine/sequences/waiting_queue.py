@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from midfill.engine.scheduling.policies.deficit_round_robin import DeficitRoundRobin, Turn, Turns
 from midfill.engine.sequences.sequence import Sequence
@@ -13,7 +14,8 @@ _MAX_CHOSEN_BY_POLICY = 64  # the same where a policy chooses among them
 class WaitingQueue:
     """Sequences that have run before come first, then new ones, fairly by tenant.
 
-    Adding, removing and looking at the head take the same time however long the queue is.
+    Offline ones are shown where no others wait, in order of arrival. Adding, removing and looking
+    at the head take the same time however long the queue is.
 
     Args:
         policy: whose turn it is, where several tenants have new sequences.
@@ -23,21 +25,26 @@ class WaitingQueue:
         self._policy = policy
         self._resuming: OrderedDict[int, Sequence] = OrderedDict()
         self._new: dict[str, dict[int, Sequence]] = {}
+        self._offline: dict[int, Sequence] = {}
         self._turns: Turns = ()
         # Negative deficits of tenants that have nothing queued just now, while others have.
         self._debts: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._resuming) + sum(map(len, self._new.values()))
+        return len(self._resuming) + sum(map(len, self._new.values())) + len(self._offline)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield all sequences: those of one tenant in their order, tenant by tenant."""
         yield from self._resuming.values()
         for turn in self._turns:
             yield from self._new[turn.tenant].values()
+        yield from self._offline.values()
 
     def append(self, sequence: Sequence) -> None:
         """Add a new sequence behind its tenant's others."""
+        if sequence.hints.offline:
+            self._offline[sequence.sequence_id] = sequence
+            return
         tenant = sequence.tenant
         if tenant not in self._new:
             self._new[tenant] = {}
@@ -49,18 +56,25 @@ class WaitingQueue:
     def insert(self, sequence: Sequence) -> None:
         """Add a new sequence where it would be among its tenant's, had it been added on arrival."""
         self.append(sequence)
-        self._new[sequence.tenant] = dict(sorted(self._new[sequence.tenant].items()))
+        if sequence.hints.offline:
+            self._offline = dict(sorted(self._offline.items()))
+        else:
+            self._new[sequence.tenant] = dict(sorted(self._new[sequence.tenant].items()))
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences that have run before to the head, the first of them first."""
         for sequence in reversed(tuple(sequences)):
+            if sequence.hints.offline:
+                self.insert(sequence)
+                continue
             self._resuming[sequence.sequence_id] = sequence
             self._resuming.move_to_end(sequence.sequence_id, last=False)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""
-        if self._resuming.pop(sequence.sequence_id, None) is not None:
-            return
+        for queue in (self._resuming, self._offline):
+            if queue.pop(sequence.sequence_id, None) is not None:
+                return
         tenant = sequence.tenant
         queued = self._new[tenant]
         del queued[sequence.sequence_id]
@@ -84,7 +98,8 @@ class WaitingQueue:
     def counts(self) -> dict[str, int]:
         """Return how many sequences of each tenant wait."""
         counts = Counter({tenant: len(queued) for tenant, queued in self._new.items()})
-        counts.update(sequence.tenant for sequence in self._resuming.values())
+        for queue in (self._resuming, self._offline):
+            counts.update(sequence.tenant for sequence in queue.values())
         return counts
 
     def head(self, limit: int, lookahead: int = 0) -> list[Sequence]:
@@ -97,7 +112,7 @@ class WaitingQueue:
         """
         limit = max(limit, lookahead, 1)
         if not self._turns and not self._resuming:
-            return []
+            return list(islice(self._offline.values(), limit))
         chosen = [
             sequence for sequence, _ in zip(self._resuming.values(), range(limit), strict=False)
         ]

@@ -49,6 +49,7 @@ class EngineCounters:
         drafts: DraftCounts,
         pairs: KeyPairs,
         traffic: KvTraffic,
+        slots_pinned: int = 0,
     ) -> EngineStats:
         """Return the counters, with the gauges of an engine's queues and pool as of now."""
         pool = queues.pool
@@ -59,6 +60,7 @@ class EngineCounters:
             slots_total=pool.slots.total,
             slots_free=pool.slots.free_slots,
             slots_cached=pool.cache.evictable_tokens,
+            slots_pinned=slots_pinned,
             evicted_tokens=pool.cache.evicted_tokens,
             cache_nodes=pool.cache.nodes,
             cache_index_bytes=pool.index_bytes,

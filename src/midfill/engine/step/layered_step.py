@@ -5,10 +5,12 @@ only (``ScheduledSequence.span``), or change their rows between two layers (``Ro
 cut at these layers. Each part runs the rows that are there: decodes through all layers, so each has
 its token in every step, and a prompt that is prefilled by layers through its own.
 
+A step that may be given up is cut, too: between two parts it is asked whether it goes on.
+
 On the CPU kernels, logits have the same bits however a step is cut.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +30,8 @@ from midfill.engine.step.batching import (
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.layer_rows import LayerRows
 from midfill.runners.forward.runner import Runner
+
+_LOOKS = 6  # parts of a step that may be given up
 
 
 class StepOutputs(NamedTuple):
@@ -55,6 +59,27 @@ def run_step(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> StepOu
         logits = runner.forward(batch)
         return StepOutputs(logits, _observed(runner, batch, scheduled, 0, runner.config.layers))
     return _run_in_parts(runner, scheduled)
+
+
+def run_interruptible_step(
+    runner: Runner, scheduled: SequenceOf[ScheduledSequence], interrupted: Callable[[], bool]
+) -> StepOutputs | None:
+    """Run a step's forward pass unless it is interrupted between two layers; None if it was.
+
+    Args:
+        runner: the model.
+        scheduled: what runs, without ``layer_rows``.
+        interrupted: asked a few times whether to give the step up.
+    """
+    batch, layers = build_batch(scheduled), runner.config.layers
+    hidden = runner.embed(batch)
+    size = -(-layers // _LOOKS)
+    for first in range(0, layers, size):
+        if first and interrupted():
+            return None
+        hidden = runner.run_layers(batch, hidden, first, min(first + size, layers))
+    queries = _observed(runner, batch, scheduled, 0, layers)
+    return StepOutputs(runner.compute_logits(batch, hidden), queries)
 
 
 def _observed(

@@ -227,7 +227,9 @@ class RemoteEngine:
             MidfillError: the request can't be answered, or not now.
         """
         request = with_seed(request)
-        document = request_key(request.tenant, request.document, request.token_ids)
+        document = request_key(
+            request.tenant, request.document, request.token_ids, request.hints.program
+        )
         answers, failed = Resumption(request.sampling.n), list[str]()
         while True:
             attempt = _Attempt(request, document)

@@ -16,7 +16,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from midfill.engine.routing import document_key
+from midfill.engine.routing import document_key, program_key
 from midfill.errors import InvalidRequestError
 from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN
 from midfill.serving.gateway.engine import GatewayEngine
@@ -102,8 +102,12 @@ class _Chat:
                 f"{name} is for those who run the servers behind the gateway; leave it out",
                 param=name,
             )
+        job = body.get("job_id") or ""
+        if not isinstance(job, str):
+            raise InvalidRequestError("job_id must be a text", param="job_id")
         self._engine = engine
         self._pool = pool
+        self._program = job and calls.program(tenant, job)
         self._limits = limits
         self._tenant = tenant
         self._body = body
@@ -164,13 +168,20 @@ class _Chat:
 
     def _body_for(self, upstream: Upstream) -> dict[str, Any]:
         salted = self._salt and upstream.kind in _SALTED
-        salt = {"cache_salt": self._salt} if salted else {}
-        return {**self._body, "model": upstream.model, **salt}
+        own = {"cache_salt": self._salt} if salted else {}
+        if self._program:
+            own["job_id"] = self._program
+        return {**self._body, "model": upstream.model, **own}
 
 
 def _conversation(tenant: str, body: dict[str, Any]) -> tuple[str, int]:
-    """Return what stands for a conversation, which keeps its first messages, and its length."""
+    """Return what stands for a conversation, and its length.
+
+    That is the program that it is a step of, or else its first messages, which it keeps.
+    """
     messages = body.get("messages")
+    size = len(msgspec.json.encode(messages))
+    if job := body.get("job_id"):
+        return program_key(tenant, job), size
     first = msgspec.json.encode(messages[:2] if isinstance(messages, list) else None)
-    key = document_key(tenant, hashlib.blake2b(first, digest_size=8).hexdigest())
-    return key, len(msgspec.json.encode(messages))
+    return document_key(tenant, hashlib.blake2b(first, digest_size=8).hexdigest()), size

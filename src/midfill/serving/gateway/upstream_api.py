@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from midfill.engine.request import EngineSamplingParams
+from midfill.engine.request import NO_REQUEST_HINTS, EngineSamplingParams, RequestHints
 from midfill.engine.validation import MAX_ANSWERS
 from midfill.errors import MidfillError
 
@@ -57,6 +57,8 @@ class Call:
         cache_salt: requests with different ones share no KV, where the upstream knows of it; "" for
             all who may.
         begins_with: what the upstream has to make the answer begin with, if it can.
+        hints: for the upstream's scheduler. Only midfill's has the same: vLLM refuses priorities
+            unless it is started for them, and SGLang's mean the opposite.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Call:
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
     begins_with: str = ""
+    hints: RequestHints = NO_REQUEST_HINTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +201,11 @@ class CompletionsApi:
 
     def _own(self, call: Call) -> dict[str, Any]:
         """Return what only this kind of server knows."""
+        own: dict[str, Any]
         if self._kind == "midfill":
-            return {"midfill": {"layout": "verbatim", "trim": False}, "return_token_ids": True}
-        own: dict[str, Any] = {}
+            own = {"midfill": {"layout": "verbatim", "trim": False}, "return_token_ids": True}
+            return own | _hint_fields(call.hints)
+        own = {}
         if call.stop:
             own["skip_special_tokens"] = False  # or the text that ends the answer never shows
         if call.cache_salt:
@@ -242,6 +247,17 @@ class CompletionsApi:
             raise UpstreamFailedError("sent an event without choices; is it an OpenAI-style API?")
         for choice in choices:
             yield _openai_piece(choice)
+
+
+def _hint_fields(hints: RequestHints) -> dict[str, Any]:
+    """Return the fields of midfill's own API that say the same."""
+    fields = {
+        "priority": hints.priority,
+        "job_id": hints.program,
+        "is_last_step": hints.last_step,
+        "expected_tokens": hints.expected_tokens,
+    }
+    return {name: value for name, value in fields.items() if value}
 
 
 def _openai_piece(choice: object) -> Piece:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from midfill.engine.request import EngineRequest
-from midfill.engine.routing import request_key
+from midfill.engine.request import EngineRequest, RequestHints
+from midfill.engine.routing import document_key, request_key
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.gateway.character_tokenizer import (
     CHARACTERS_PER_TOKEN,
@@ -82,6 +82,7 @@ class UpstreamCalls:
             stop=tuple(stop),
             cache_salt=self.cache_salt(request.tenant),
             begins_with=begins_with,
+            hints=self._hints(request),
         )
 
     @property
@@ -100,6 +101,24 @@ class UpstreamCalls:
             return own
         salted = f"{tenant}\0{own}" if own else tenant
         return hashlib.blake2b(salted.encode(), key=self._salts, digest_size=16).hexdigest()
+
+    def program(self, tenant: str, name: str) -> str:
+        """Return the name by which upstreams know a tenant's program; no other tenant's has it."""
+        if not self._salts:
+            return name
+        key = document_key(tenant, name).encode()
+        return hashlib.blake2b(key, key=self._salts, digest_size=16).hexdigest()
+
+    def _hints(self, request: EngineRequest) -> RequestHints:
+        """Return what an upstream is told of a request for its scheduler.
+
+        It takes all tenants for one, so their priorities are not passed on.
+        """
+        hints = request.hints
+        if not self._salts:
+            return hints
+        program = hints.program and self.program(request.tenant, hints.program)
+        return msgspec.structs.replace(hints, priority=0, program=program)
 
     def unhealed(self, request: EngineRequest) -> list[int]:
         """Return a prompt with the half word that was taken off its end."""
@@ -171,7 +190,7 @@ class UpstreamCalls:
 
 def document_of(request: EngineRequest) -> str:
     """Return what a request's upstream is chosen by."""
-    return request_key(request.tenant, request.document, request.token_ids)
+    return request_key(request.tenant, request.document, request.token_ids, request.hints.program)
 
 
 def _spare_tokens(request: EngineRequest, ids: Sequence[int], upstream: Upstream) -> int:

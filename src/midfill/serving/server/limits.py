@@ -7,6 +7,7 @@ than is left; the next ones wait until that is paid back. Libraries for rates (l
 pyrate-limiter) don't do that: they refuse a charge that exceeds what is left, and forget it.
 """
 
+import asyncio
 import contextlib
 import math
 import time
@@ -80,7 +81,7 @@ class RateLimits:
         clock: seconds, for tests.
 
     Attributes:
-        on_running: called with how many requests of all tenants generate, when that changes.
+        idle: set while no request generates.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class RateLimits:
     ) -> None:
         self._limits_of = limits_of
         self._clock = clock
-        self.on_running: Callable[[int], None] = lambda running: None
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._running = 0
         self._usage: dict[str, _Usage] = {}
 
@@ -142,7 +144,10 @@ class RateLimits:
 
     def _count_running(self, more: int) -> None:
         self._running += more
-        self.on_running(self._running)
+        if self._running:
+            self.idle.clear()
+        else:
+            self.idle.set()
 
     def _of(self, tenant: str) -> _Usage:
         return self._usage.setdefault(tenant, _Usage())

@@ -107,6 +107,10 @@ _GAUGES: Numbers = {
         "KV slots of the prefix cache that no answer uses.",
         lambda now: now.slots_cached,
     ),
+    "kv_slots_pinned": (
+        "KV slots kept for programs whose next request is awaited.",
+        lambda now: now.slots_pinned,
+    ),
 }
 _COUNTERS: Numbers = {
     "num_preemptions": ("Answers put back into the queue.", lambda now: now.preemptions),

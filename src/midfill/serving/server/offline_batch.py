@@ -15,14 +15,13 @@ from midfill.serving.server.batch.api import InProcessApi
 from midfill.serving.server.batch.job import BatchJob, BatchProgress
 from midfill.serving.server.batch.opening import open_row_service
 from midfill.serving.server.batch.results import ResultFile
+from midfill.serving.server.batch.row_budget import RowBudget
 from midfill.serving.server.batch.rows import RowFile
 from midfill.serving.server.opened_model import open_engine
 from midfill.system.progress import Progress
 
 _MAX_RUNNING = 512
 """Answers in progress. What bounds them is KV memory; this bounds the arrays of a step."""
-
-_NO_LIMIT = 1 << 62  # of queued tokens: nobody else queues any
 
 
 def run_batch(
@@ -57,14 +56,18 @@ def run_batch(
         closing(ResultFile(output)) as results,
     ):
         return asyncio.run(
-            _run(_for_throughput(options), path, rows, results, on_progress, report, spawned)
+            _run(for_throughput(options), path, rows, results, on_progress, report, spawned)
         )
 
 
-def _for_throughput(options: ServeOptions) -> ServeOptions:
-    """Return the options with as many answers in progress as memory allows."""
-    engine = structs.replace(options.options, max_running=_MAX_RUNNING)
-    return dataclasses.replace(options, options=engine, max_queued_tokens=_NO_LIMIT)
+def for_throughput(options: ServeOptions) -> ServeOptions:
+    """Return the options with as many answers in progress as memory allows, and long steps."""
+    engine = structs.replace(
+        options.options,
+        max_running=_MAX_RUNNING,
+        offline_token_budget=options.options.token_budget,
+    )
+    return dataclasses.replace(options, options=engine)
 
 
 async def _run(
@@ -79,7 +82,8 @@ async def _run(
     async with open_engine(options, path, on_progress, spawned) as opened:
         service = await open_row_service(options, opened)
         try:
-            job = BatchJob(rows, results, InProcessApi(service), opened.info.slots, report)
+            budget = RowBudget(opened.info.slots)
+            job = BatchJob(rows, results, InProcessApi(service), budget, report)
             return await job.run()
         finally:
             service.close()

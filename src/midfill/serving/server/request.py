@@ -74,6 +74,28 @@ class PromptTimes:
         return self.admitted - self.submitted
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What a dialect wants generated.
+
+    Attributes:
+        prompts: what to answer.
+        sampling: how.
+        tenant: whose cache to use.
+        streamed: whether answers are reported before they end.
+        supersedes: the client's name for a document whose older requests end now, if they gave the
+            name, too, and are for another text; None ends none, and this one is not ended.
+        hints: what the client says of the request for the scheduler.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    tenant: str
+    streamed: bool = False
+    supersedes: str | None = None
+    hints: RequestHints = NO_REQUEST_HINTS
+
+
 class Generation:
     """The answers to one API request.
 

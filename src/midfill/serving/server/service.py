@@ -32,7 +32,6 @@ from weakref import WeakSet
 
 import msgspec
 
-from midfill.engine.request import NO_REQUEST_HINTS, RequestHints
 from midfill.engine.scheduling.admission import NEW_DOCUMENT
 from midfill.errors import DeadlineError, QueueFullError, StoppingError
 from midfill.frontend.generation import PromptGeneration
@@ -49,6 +48,7 @@ from midfill.serving.server.metrics import Metrics, memory_metrics
 from midfill.serving.server.metrics_history import MetricsHistory
 from midfill.serving.server.request import (
     Generation,
+    GenerationRequest,
     RequestRecord,
     Superseding,
     current_request,
@@ -396,59 +396,41 @@ class ModelService:
 
         return check
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        tenant: str,
-        *,
-        streamed: bool,
-        supersedes: str | None = None,
-        hints: RequestHints = NO_REQUEST_HINTS,
-    ) -> Generation:
+    def generate(self, request: GenerationRequest) -> Generation:
         """Prepare the generation of answers; iterating over its deltas starts it.
-
-        Args:
-            prompts: what to answer.
-            sampling: how.
-            tenant: whose cache to use.
-            streamed: whether answers are reported before they end.
-            supersedes: the client's name for a document whose older requests end now, if they gave
-                the name, too, and are for another text; None ends none, and this one is not ended.
-            hints: what the client says of the request for the scheduler.
 
         Raises:
             StoppingError: the server is about to end.
         """
         if self._stopping:
             raise _stopping()
-        record = current_request.get()
-        if streamed:
+        record, tenant, sampling = current_request.get(), request.tenant, request.sampling
+        if request.streamed:
             sampling = msgspec.structs.replace(sampling, candidates=1)
-        infilling = any(prompt.infilling for prompt in prompts)
+        infilling = any(prompt.infilling for prompt in request.prompts)
         default_timeout = self._completion_timeout if infilling else None
         generation = Generation(
             self.engine,
             self.metrics.of_tenant(tenant),
             self.tokenizer,
-            prompts,
-            with_token_stops(sampling, prompts, self.tokenizer),
+            request.prompts,
+            with_token_stops(sampling, request.prompts, self.tokenizer),
             tenant=tenant,
             limits=self.limits,
-            stream_interval=self._stream_interval if streamed else math.inf,
+            stream_interval=self._stream_interval if request.streamed else math.inf,
             # Must not hold the generation: with a cycle, its texts stay until garbage is collected.
             on_complete=lambda generations: self._prefill_next(generations, tenant),
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
             deadline=None if record is None else record.deadline(default_timeout),
-            streamed=streamed,
-            hints=hints,
+            streamed=request.streamed,
+            hints=request.hints,
         )
         self._generations.add(generation)
         if record is not None:
             record.model, record.generation = self.name, generation
-        if supersedes is not None:
-            self._superseding.enter(generation, tenant, supersedes)
+        if request.supersedes is not None:
+            self._superseding.enter(generation, tenant, request.supersedes)
         return generation
 
     def for_editor(self, sampling: SamplingParams) -> SamplingParams:

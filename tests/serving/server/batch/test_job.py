@@ -22,6 +22,7 @@ from midfill.serving.server.batch.job import (
     RowKind,
 )
 from midfill.serving.server.batch.results import ResultFile
+from midfill.serving.server.batch.row_budget import RowBudget
 from midfill.serving.server.batch.rows import RowFile
 
 
@@ -64,6 +65,10 @@ class StubApi:
         return Answered(200, json.dumps({"name": fields["name"], "usage": usage}).encode())
 
 
+class StoppedError(Exception):
+    """What ends a run at any moment."""
+
+
 def row(name: str, tokens: Sequence[int], **fields: object) -> dict[str, Any]:
     body = {"name": name, "tokens": list(tokens), **fields}
     return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
@@ -82,7 +87,7 @@ class Batch:
         source, results = RowFile(self.source, 10_000), ResultFile(self.output)
         report = (lambda progress: None) if seen is None else seen.append
         try:
-            return asyncio.run(BatchJob(source, results, api, slots, report).run())
+            return asyncio.run(BatchJob(source, results, api, RowBudget(slots), report).run())
         finally:
             source.close()
             results.close()
@@ -160,7 +165,7 @@ def test_memory_bounds_the_rows_in_progress(tmp_path: Path, slots: int) -> None:
 def test_rows_in_progress_may_be_bounded_by_number_too(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [row(f"row {number}", [number, 1]) for number in range(20)])
     source, results, api = RowFile(batch.source, 10_000), ResultFile(batch.output), StubApi()
-    asyncio.run(BatchJob(source, results, api, 1000, max_rows=3).run())
+    asyncio.run(BatchJob(source, results, api, RowBudget(1000, max_rows=3)).run())
     source.close()
     results.close()
     assert (len(results.done), api.most_running) == (20, 3)
@@ -182,12 +187,12 @@ def test_a_run_that_is_stopped_is_gone_on_with(tmp_path: Path) -> None:
 
         def stop(api: StubApi = api, stop_after: int = stop_after) -> None:
             if len(batch.output.read_bytes().splitlines()) >= stop_after:
-                raise KeyboardInterrupt
+                raise StoppedError
 
         api.on_answer = stop if stop_after < 100 else (lambda: None)
         try:
             batch.run(api, slots=4)
-        except KeyboardInterrupt:
+        except StoppedError:
             with batch.output.open("ab") as file:
                 file.write(b'{"id":"batch_req_')
         asked.update(api.asked)
@@ -248,7 +253,8 @@ def test_progress_tells_speed_and_time_left(tmp_path: Path) -> None:
     seconds = iter(range(10_000))
     seen: list[BatchProgress] = []
     source, results = RowFile(batch.source, 10_000), ResultFile(batch.output)
-    job = BatchJob(source, results, StubApi(), 4, seen.append, clock=lambda: float(next(seconds)))
+    budget, clock = RowBudget(4), lambda: float(next(seconds))
+    job = BatchJob(source, results, StubApi(), budget, seen.append, clock=clock)
     asyncio.run(job.run())
     source.close()
     results.close()

@@ -16,6 +16,7 @@ from midfill.cli.options import (
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_names
 from midfill.errors import OptionError
+from midfill_lab.cli.bench.batch import batch
 from midfill_lab.cli.bench.methods import methods
 from midfill_lab.cli.bench.options import (
     ClientFimTokensOption,
@@ -177,5 +178,5 @@ def edits(
     asyncio.run(measure())
 
 
-for _command in (peers, methods, serving):
+for _command in (batch, peers, methods, serving):
     app.command()(_command)

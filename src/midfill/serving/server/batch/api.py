@@ -11,36 +11,25 @@ and not on where a batch was interrupted.
 """
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 import numpy as np
 from fastapi import FastAPI, Request
+from msgspec import structs
 from starlette.types import ASGIApp, Message
 
-from midfill.engine.request import NO_REQUEST_HINTS, RequestHints
 from midfill.errors import InvalidRequestError, MidfillError
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.sampling import SamplingParams
 from midfill.serving.server.batch.job import Answered, PlannedPrompt
 from midfill.serving.server.dialects import openai, openai_completions
-from midfill.serving.server.request import Generation
+from midfill.serving.server.request import Generation, GenerationRequest
 from midfill.serving.server.responses import install_error_handlers
 from midfill.serving.server.service import ModelService
 
 _TENANT = "midfill.tenant"
 
 
-@dataclass(slots=True)
-class _Plan:
-    """What a route wants generated."""
-
-    prompts: Sequence[Prompt] = ()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-
-
-_planning: ContextVar[_Plan | None] = ContextVar("_planning", default=None)
+_planned: ContextVar[list[GenerationRequest] | None] = ContextVar("_planned", default=None)
 
 
 class _PlannedError(MidfillError):
@@ -48,35 +37,24 @@ class _PlannedError(MidfillError):
 
 
 class RowService(ModelService):
-    """A model as rows of batches see it."""
+    """A model as rows of batches see it: nobody waits for them, so they run while others don't."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        tenant: str,
-        *,
-        streamed: bool,
-        supersedes: str | None = None,
-        hints: RequestHints = NO_REQUEST_HINTS,
-    ) -> Generation:
+    def generate(self, request: GenerationRequest) -> Generation:
         """Prepare the generation of answers, or end it here if it is only planned.
 
-        Args:
-            prompts, sampling, tenant, hints: see ``ModelService.generate``.
-            streamed: refused; a row has one result.
-            supersedes: ignored: rows are no keystrokes of which the last one counts.
+        What a row supersedes is ignored: rows are no keystrokes of which the last one counts.
 
         Raises:
-            InvalidRequestError: the answer would be streamed.
+            InvalidRequestError: the answer would be streamed, but a row has one result.
         """
-        if streamed:
+        if request.streamed:
             raise InvalidRequestError("a row of a batch can't be streamed", param="stream")
-        plan = _planning.get()
-        if plan is None:
-            return super().generate(prompts, sampling, tenant, streamed=False, hints=hints)
-        plan.prompts, plan.sampling = prompts, sampling
-        raise _PlannedError("planned")
+        planned = _planned.get()
+        if planned is not None:
+            planned.append(request)
+            raise _PlannedError("planned")
+        hints = structs.replace(request.hints, offline=True)
+        return super().generate(dataclasses.replace(request, supersedes=None, hints=hints))
 
 
 class InProcessApi:
@@ -94,20 +72,19 @@ class InProcessApi:
 
     async def plan(self, url: str, body: bytes) -> PlannedPrompt | Answered:
         """Return what a row will have computed, or the error that it gets."""
-        plan = _Plan()
-        token = _planning.set(plan)
+        planned: list[GenerationRequest] = []
+        token = _planned.set(planned)
         try:
             answered = await self.answer(url, body)
         finally:
-            _planning.reset(token)
-        if not plan.prompts:
+            _planned.reset(token)
+        if not planned:
             return answered
-        lengths = [len(prompt.token_ids) for prompt in plan.prompts]
-        outputs = [min(plan.sampling.max_tokens, self._context - length) for length in lengths]
+        prompts, sampling = planned[0].prompts, planned[0].sampling
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        outputs = [min(sampling.max_tokens, self._context - length) for length in lengths]
         return PlannedPrompt(
-            np.array(plan.prompts[0].token_ids, np.int32),
-            sum(lengths),
-            plan.sampling.n * sum(outputs),
+            np.array(prompts[0].token_ids, np.int32), sum(lengths), sampling.n * sum(outputs)
         )
 
     async def answer(self, url: str, body: bytes) -> Answered:

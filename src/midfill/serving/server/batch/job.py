@@ -6,7 +6,7 @@ The way of a batch:
 2. Every other row is planned: its prompt is encoded as it will be for its answer. A row that can't
    be has its error as its result at once.
 3. ``prefix_groups`` finds shared prefixes and orders the groups.
-4. Rows are asked in that order. What bounds those in progress is KV memory, not their number: the
+4. Rows are asked in that order. What bounds those in progress is KV memory (``RowBudget``): the
    rest of each prompt, its expected answer, and each group's prefix once (the paper's
    memory-centric batching, section 4.3). Members of a group so run together, and the engine keeps
    their prefix as long as one of them runs.
@@ -32,6 +32,7 @@ from midfill.serving.server.batch.prefix_groups import (
     order_groups,
 )
 from midfill.serving.server.batch.results import ResultFile
+from midfill.serving.server.batch.row_budget import RowBudget, RowShare
 from midfill.serving.server.batch.rows import (
     InvalidRowError,
     RowError,
@@ -42,7 +43,6 @@ from midfill.serving.server.batch.rows import (
     RowResult,
 )
 
-_MEMORY_SHARE = 0.95  # of the KV pool; the rest is for answers that get longer than expected
 _MAX_TRIES = 6  # of a row that meets an engine that isn't ready
 _TRY_AGAIN = (429, 503)
 _RETRY_SECONDS = 1.0
@@ -161,9 +161,8 @@ class BatchJob:
         source: the rows.
         results: where results go; those that are there stay.
         api: answers rows.
-        slots: size of the KV pool in tokens.
+        budget: what bounds the rows in progress.
         report: called with the progress, a few times a second.
-        max_rows: maximum number of rows in progress, beside memory; None bounds them by that alone.
         clock: seconds, for tests.
     """
 
@@ -172,26 +171,20 @@ class BatchJob:
         source: RowFile,
         results: ResultFile,
         api: RowApi,
-        slots: int,
+        budget: RowBudget,
         report: Callable[[BatchProgress], None] = lambda progress: None,
         *,
-        max_rows: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
-        self._max_rows = math.inf if max_rows is None else max_rows
         self._results = results
         self._api = api
-        self._memory = _MEMORY_SHARE * slots
+        self._budget = budget
         self._report = report
         self._clock = clock
         self._total = 0
         self._rows: list[_Row] = []
         self._lengths = OutputLengths()
-        self._running: set[asyncio.Task[None]] = set()
-        self._used = 0.0
-        self._changed = asyncio.Event()
-        self._failure: BaseException | None = None
         self._answered = self._reorder_at = 0
         self._prompts_left = 0  # tokens
         self._answers_left: Counter[RowKind] = Counter()  # rows
@@ -211,11 +204,11 @@ class BatchJob:
         self._answers_left = Counter(row.kind for row in self._rows)
         self._started, self._reorder_at = self._clock(), _FIRST_REORDER
         try:
-            await self._answer_all(self._ordered(groups))
-        finally:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            with self._budget.share() as share:
+                async with asyncio.TaskGroup() as tasks:
+                    await self._start_all(self._ordered(groups), share, tasks)
+        except ExceptionGroup as failures:  # all rows end with the first that fails
+            raise failures.exceptions[0] from None
         return self.progress("answering")
 
     def progress(self, stage: str) -> BatchProgress:
@@ -284,54 +277,23 @@ class BatchJob:
 
     # --- answering ---
 
-    async def _answer_all(self, groups: list[PrefixGroup]) -> None:
-        """Ask the rows of all groups, the last group first."""
+    async def _start_all(
+        self, groups: list[PrefixGroup], share: RowShare, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Ask the rows of all groups, the last group first, each once there is room for it."""
         while groups:
             if self._answered >= self._reorder_at:
                 self._reorder_at *= 2
                 groups = self._ordered(groups)
-            await self._start_group(groups.pop())
-        while self._running:
-            await self._wait()
-
-    async def _start_group(self, group: PrefixGroup) -> None:
-        """Ask the rows of a group, once there is room for each."""
-        shared = _SharedPrefix(group.prefix, len(group.members))
-        for number in group.members:
-            row = self._rows[number]
-            own = row.prompt_tokens - group.prefix + self._output(number)
-            while self._running and (
-                self._used + own + shared.needed > self._memory
-                or len(self._running) >= self._max_rows
-            ):
-                await self._wait()
-            self._used += own + shared.needed
-            shared.needed = 0
-            task = asyncio.create_task(self._answer(number), name=f"row {row.place.number}")
-            self._running.add(task)
-            task.add_done_callback(partial(self._end, own, shared))
-        self._raise_failure()
-
-    async def _wait(self) -> None:
-        """Wait until a row has ended."""
-        self._changed.clear()
-        await self._changed.wait()
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _end(self, own: float, shared: "_SharedPrefix", task: "asyncio.Task[None]") -> None:
-        """Take note that a row has ended, and that its memory is free."""
-        self._running.discard(task)
-        self._used -= own
-        shared.users -= 1
-        if not shared.users:
-            self._used -= shared.tokens
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = self._failure or task.exception()
-        self._changed.set()
+            group = groups.pop()
+            prefix = _SharedPrefix(group.prefix, len(group.members))
+            for number in group.members:
+                row = self._rows[number]
+                own = row.prompt_tokens - group.prefix + self._output(number)
+                await share.acquire(own + prefix.needed)
+                prefix.needed = 0
+                task = tasks.create_task(self._answer(number), name=f"row {row.place.number}")
+                task.add_done_callback(partial(_release, share, own, prefix))
 
     async def _answer(self, number: int) -> None:
         """Have a row answered, and append its result."""
@@ -376,6 +338,16 @@ class _SharedPrefix:
 
     def __post_init__(self) -> None:
         self.needed = self.tokens
+
+    def leave(self) -> int:
+        """Note that a member has ended; return how many tokens are free then."""
+        self.users -= 1
+        return 0 if self.users else self.tokens
+
+
+def _release(share: RowShare, own: float, prefix: _SharedPrefix, _: "asyncio.Task[None]") -> None:
+    """Note that a row has ended, and that its memory is free."""
+    share.release(own + prefix.leave())
 
 
 class _CachedTokens(msgspec.Struct):

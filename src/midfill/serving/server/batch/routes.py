@@ -1,5 +1,6 @@
 """/v1/files and /v1/batches: OpenAI's API of batches."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,14 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse, Response
 
 from midfill.errors import InvalidRequestError
-from midfill.serving.server.batch.rows import ROW_URLS
-from midfill.serving.server.batch.store import BatchObject, FileObject, TenantBatches, no_room
+from midfill.serving.server.batch.rows import ROW_URLS, count_rows
+from midfill.serving.server.batch.store import (
+    BatchObject,
+    FileObject,
+    RequestCounts,
+    TenantBatches,
+    no_room,
+)
 from midfill.serving.server.batch.upload import receive_upload
 from midfill.serving.server.batch.worker import BatchWorker
 from midfill.serving.server.bodies import body_reference, json_response, read_json
@@ -115,6 +122,8 @@ def _add_batches(
         """Begin a batch."""
         body = await read_json(request, BatchRequest, service.max_body_bytes)
         _check(body, stored)
+        rows = await asyncio.to_thread(count_rows, stored.content(body.input_file_id))
+        _check_rows(rows, stored, worker.store.max_rows)
         now = int(time.time())
         batch = BatchObject(
             id=f"batch_{uuid.uuid4().hex}",
@@ -123,6 +132,7 @@ def _add_batches(
             completion_window=body.completion_window,
             created_at=now,
             metadata=body.metadata,
+            request_counts=RequestCounts(total=rows),
         )
         try:
             await stored.save(batch)
@@ -178,6 +188,22 @@ def _check(body: BatchRequest, stored: TenantBatches) -> None:
         raise ApiError(
             429, f"{_MAX_UNFINISHED} batches are unfinished, as many as may be",
             code="too_many_batches", headers={"retry-after": "60"},
+        )  # fmt: skip
+
+
+def _check_rows(rows: int, stored: TenantBatches, most: int) -> None:
+    """Refuse a batch whose rows are too many, alone or beside those of unfinished batches."""
+    if rows > most:
+        raise InvalidRequestError(
+            f"the file has {rows} rows; a batch has at most {most}", param="input_file_id"
+        )
+    queued = sum(
+        batch.request_counts.total for batch in stored.batches.values() if batch.is_unfinished
+    )
+    if queued + rows > most:
+        raise ApiError(
+            429, f"{rows} rows beside {queued} of unfinished batches are more than {most}",
+            code="too_many_rows", headers={"retry-after": "60"},
         )  # fmt: skip
 
 

@@ -177,6 +177,19 @@ class RowFile:
         return parse_row(line, place.number, self._urls)
 
 
+def count_rows(path: Path) -> int:
+    """Return how many rows a file has, valid or not: its lines that aren't empty.
+
+    Raises:
+        MidfillError: it can't be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return sum(bool(line.strip()) for line in file)
+    except OSError as error:
+        raise MidfillError(f"{path}: {error.strerror}") from None
+
+
 def _digest(line: bytes) -> str:
     return hashlib.blake2b(line.rstrip(b"\r\n"), digest_size=_DIGEST_BYTES).hexdigest()
 

@@ -246,6 +246,7 @@ class BatchStore:
         max_bytes: of each tenant's files.
         max_files: of each tenant.
         identity_of: returns what names a tenant at later starts, too, see ``KeyRing.identity``.
+        max_rows: of each tenant's unfinished batches.
 
     Raises:
         MidfillError: it can't be used, or another server uses it.
@@ -257,8 +258,10 @@ class BatchStore:
         max_bytes: int,
         max_files: int,
         identity_of: Callable[[str], bytes] = str.encode,
+        max_rows: int = 50_000,
     ) -> None:
         self.max_bytes = max_bytes
+        self.max_rows = max_rows
         self._folder = folder
         self._max_files = max_files
         self._identity_of = identity_of

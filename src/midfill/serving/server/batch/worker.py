@@ -1,4 +1,4 @@
-"""BatchWorker: answers the stored batches of a server, one at a time, tenants in turn."""
+"""BatchWorker: answers the stored batches of a server: one at a time of each tenant."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,7 @@ from midfill.serving.server.batch.job import (
     PlannedPrompt,
 )
 from midfill.serving.server.batch.results import ResultFile
+from midfill.serving.server.batch.row_budget import RowBudget
 from midfill.serving.server.batch.rows import RowFile
 from midfill.serving.server.batch.store import (
     BatchFault,
@@ -26,26 +27,26 @@ from midfill.serving.server.batch.store import (
     TenantBatches,
     split_results,
 )
-from midfill.serving.server.batch.yielding import InteractiveLoad
 
 _log = logging.getLogger(__name__)
 _POOL_SHARE = 0.5  # of the KV pool, at most; the rest keeps documents
 _MAX_ROWS = 8
 """Rows in progress. A request may come amid a step, which takes longer with each answer in it."""
 
+_MAX_BATCHES = 4  # in progress at a time: each holds its prompts in memory
 _TRY_AGAIN_SECONDS = 30.0  # where the disk is full
 
 
 class _PatientApi:
     """Plans rows while nobody waits for an answer: that takes processor time, too."""
 
-    def __init__(self, api: InProcessApi, load: InteractiveLoad) -> None:
+    def __init__(self, api: InProcessApi, idle: asyncio.Event) -> None:
         self._api = api
-        self._load = load
+        self._idle = idle
 
     async def plan(self, url: str, body: bytes) -> PlannedPrompt | Answered:
         """See ``RowApi``."""
-        await self._load.idle()
+        await self._idle.wait()
         return await self._api.plan(url, body)
 
     async def answer(self, url: str, body: bytes) -> Answered:
@@ -54,26 +55,27 @@ class _PatientApi:
 
 
 class BatchWorker:
-    """See the module.
+    """See the module. Tenants take turns row by row; where they are too many, batch by batch, too.
 
     Args:
         store: the batches.
-        service: answers rows, on a ``YieldingEngine``.
-        load: says when somebody else waits for an answer.
+        service: answers rows.
+        idle: set while nobody waits for another answer.
         slots: size of the KV pool in tokens.
     """
 
     def __init__(
-        self, store: BatchStore, service: RowService, load: InteractiveLoad, slots: int
+        self, store: BatchStore, service: RowService, idle: asyncio.Event, slots: int
     ) -> None:
         self.store = store
         self._service = service
-        self._load = load
-        self._slots = int(_POOL_SHARE * slots)
+        self._idle = idle
+        self._budget = RowBudget(int(_POOL_SHARE * slots), _MAX_ROWS)
         self._wake = asyncio.Event()
         self._turns: dict[str, int] = {}
         self._turn = 0
-        self._current: tuple[str, asyncio.Task[BatchProgress]] | None = None
+        self._tenants: dict[str, asyncio.Task[None]] = {}
+        self._jobs: dict[str, asyncio.Task[BatchProgress]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -96,23 +98,33 @@ class BatchWorker:
         batch.enter("cancelling")
         with contextlib.suppress(OSError):  # its end is written, too
             await stored.save(batch)
-        if self._current is not None and self._current[0] == batch.id:
-            self._current[1].cancel()
+        if batch.id in self._jobs:
+            self._jobs[batch.id].cancel()
         self._wake.set()
 
     async def _run(self) -> None:
         """Answer batches for ever."""
-        while True:
-            self._wake.clear()
-            found = self._next()
-            if found is None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._wake.clear()
+                while len(self._tenants) < _MAX_BATCHES and (found := self._next()) is not None:
+                    tenant = found[0]
+                    task = tasks.create_task(self._answer_or_wait(*found), name="batch")
+                    self._tenants[tenant] = task
+                    task.add_done_callback(partial(self._end_turn, tenant))
                 await self._wake.wait()
-                continue
-            try:
-                await self._answer_or_fail(*found)
-            except OSError as error:
-                _log.error("batches wait: %s", error.strerror)
-                await asyncio.sleep(_TRY_AGAIN_SECONDS)
+
+    def _end_turn(self, tenant: str, _: "asyncio.Task[None]") -> None:
+        del self._tenants[tenant]
+        self._wake.set()
+
+    async def _answer_or_wait(self, tenant: str, stored: TenantBatches, batch: BatchObject) -> None:
+        """Answer a batch; where the disk is full, it has its next turn after a while."""
+        try:
+            await self._answer_or_fail(tenant, stored, batch)
+        except OSError as error:
+            _log.error("batches wait: %s", error.strerror)
+            await asyncio.sleep(_TRY_AGAIN_SECONDS)
 
     async def _answer_or_fail(self, tenant: str, stored: TenantBatches, batch: BatchObject) -> None:
         """Answer a batch; a bug in one must not end the others."""
@@ -125,9 +137,9 @@ class BatchWorker:
             await self._fail(stored, batch, "internal error; the server's log has more")
 
     def _next(self) -> tuple[str, TenantBatches, BatchObject] | None:
-        """Return the oldest batch of the tenant whose turn was longest ago."""
+        """Return the oldest batch of the tenant whose turn was longest ago, and isn't now."""
         found = min(
-            self.store.unfinished(),
+            (each for each in self.store.unfinished() if each[0] not in self._tenants),
             key=lambda each: (self._turns.get(each[0], 0), each[2].created_at),
             default=None,
         )
@@ -154,7 +166,7 @@ class BatchWorker:
 
     async def _answer_rows(self, tenant: str, stored: TenantBatches, batch: BatchObject) -> None:
         """Have all rows answered, unless the batch is cancelled meanwhile."""
-        api = _PatientApi(InProcessApi(self._service, tenant), self._load)
+        api = _PatientApi(InProcessApi(self._service, tenant), self._idle)
         source = RowFile(
             stored.content(batch.input_file_id), self._service.max_body_bytes, (batch.endpoint,)
         )
@@ -163,13 +175,15 @@ class BatchWorker:
             results = await asyncio.to_thread(ResultFile, path, lambda: stored.free_bytes)
             try:
                 report = partial(_count, batch)
-                job = BatchJob(source, results, api, self._slots, report, max_rows=_MAX_ROWS)
+                job = BatchJob(source, results, api, self._budget, report)
                 task = asyncio.create_task(job.run(), name=f"batch {batch.id}")
-                self._current = batch.id, task
+                self._jobs[batch.id] = task
+                if batch.status == "cancelling":
+                    task.cancel()
                 try:
                     await asyncio.wait({task})
                 finally:
-                    self._current = None
+                    del self._jobs[batch.id]
                     task.cancel()
                     await asyncio.wait({task})
                     _count(batch, job.progress("answering"))
@@ -216,7 +230,7 @@ class BatchWorker:
 def _count(batch: BatchObject, progress: BatchProgress) -> None:
     """Show a batch's progress in its counts."""
     batch.request_counts = RequestCounts(
-        total=progress.rows,
+        total=progress.rows or batch.request_counts.total,  # 0 before they are read
         completed=progress.done - progress.failed,
         failed=progress.failed,
     )

@@ -36,6 +36,7 @@ from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.dialects.openai import logprob_object
 from midfill.serving.server.request import (
     Generation,
+    GenerationRequest,
     Timings,
     check_answer_count,
     limited_to_a_hole,
@@ -320,7 +321,9 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             for prompt in prompts:
                 service.prefill(prompt, tenant)
             return json_response(results.of_prefill(prompts))
-        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
+        generation = service.generate(
+            GenerationRequest(prompts, sampling, tenant, bool(body.stream))
+        )
         if body.stream:
             return ServerSentEvents(results.events(generation), error_body)
         return json_response(await results.whole(generation))

@@ -15,7 +15,12 @@ from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.dialects.openai import usage_object
-from midfill.serving.server.request import HOLE_TEMPERATURE, Generation, limited_to_a_hole
+from midfill.serving.server.request import (
+    HOLE_TEMPERATURE,
+    Generation,
+    GenerationRequest,
+    limited_to_a_hole,
+)
 from midfill.serving.server.responses import ApiError, EventStream, openai_error_body
 from midfill.serving.server.service import ModelService
 
@@ -67,7 +72,9 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         model = service.check_model(body.model)
         sampling = service.for_editor(body.sampling(service))
         prompts = await service.encode([body.source(tenant)])
-        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
+        generation = service.generate(
+            GenerationRequest(prompts, sampling, tenant, bool(body.stream))
+        )
         head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
         if body.stream:
             return EventStream(_chunks(head, generation), error_body)

@@ -27,7 +27,12 @@ from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.dialects.openai import logprob_object
-from midfill.serving.server.request import Generation, Timings, limited_to_a_hole
+from midfill.serving.server.request import (
+    Generation,
+    GenerationRequest,
+    Timings,
+    limited_to_a_hole,
+)
 from midfill.serving.server.responses import ApiError, JsonLines, error_message
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
@@ -208,7 +213,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if isinstance(body, GenerateBody) and body.suffix:
             sampling = service.for_editor(sampling)
         streamed = body.stream is not False
-        generation = service.generate(prompts, sampling, tenant, streamed=streamed)
+        generation = service.generate(GenerationRequest(prompts, sampling, tenant, streamed))
         if streamed:
             return JsonLines(_lines(body, generation), error_body)
         return json_response(await _whole(body, generation))

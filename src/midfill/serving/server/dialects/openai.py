@@ -22,7 +22,7 @@ from midfill.frontend.prompt import Prompt, PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.request import Generation
+from midfill.serving.server.request import Generation, GenerationRequest
 from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ModelService
 
@@ -241,7 +241,7 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         messages = [message.fields() for message in body.messages]
         prompts = await service.encode([PromptSource(messages=messages, tenant=tenant)])
         generation = service.generate(
-            prompts, sampling, tenant, streamed=bool(body.stream), hints=hints
+            GenerationRequest(prompts, sampling, tenant, bool(body.stream), hints=hints)
         )
         answer = _ChatResponse(body, generation, model)
         if body.stream:

@@ -37,6 +37,7 @@ from midfill.serving.server.dialects.tabby import Segments, complete_segments
 from midfill.serving.server.request import (
     HOLE_TEMPERATURE,
     Generation,
+    GenerationRequest,
     check_answer_count,
     limited_to_a_hole,
 )
@@ -213,12 +214,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
         generation = service.generate(
-            prompts,
-            sampling,
-            tenant,
-            streamed=bool(body.stream),
-            supersedes=superseded,
-            hints=hints,
+            GenerationRequest(prompts, sampling, tenant, bool(body.stream), superseded, hints)
         )
         answer = _CompletionResponse(generation, model, body)
         if body.midfill is not None and body.midfill.report == "tokens":

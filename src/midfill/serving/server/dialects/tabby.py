@@ -24,6 +24,7 @@ from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.request import GenerationRequest
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
@@ -122,7 +123,7 @@ async def complete_segments(
     check_sampling(sampling, service.tokenizer.vocab_size)
     prompts = await service.encode([segments.source(service, tenant)])
     sampling = service.for_editor(sampling)
-    generation = service.generate(prompts, sampling, tenant, streamed=False)
+    generation = service.generate(GenerationRequest(prompts, sampling, tenant))
     (result,) = await generation.whole()
     choices = [{"index": 0, "text": result.text}]
     return json_response({"id": f"cmpl-{uuid.uuid4()}", "choices": choices, "mode": "standard"})
