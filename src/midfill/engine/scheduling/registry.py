@@ -11,7 +11,7 @@ from typing import Any, Literal
 from midfill.engine.scheduling.policies.ordered_admission import QueueOrder
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.errors import InvalidRequestError
-from midfill.methods.registry import nearest_name, parse_options, split_specification
+from midfill.specifications import nearest_name, parse_options, split_specification
 
 Kind = Literal["batching", "layers", "order"]
 """What a policy decides: "batching" which tokens run in a step (a subclass of ``SarathiServe``),
@@ -141,7 +141,7 @@ def resolve_scheduler(specification: str) -> ChosenPolicies:
     """
     chosen: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for part in split_specification(specification) or [specification]:
+    for part in split_specification(specification, param="scheduler"):
         name, _, settings = part.partition(":")
         if name not in POLICIES:
             nearest = nearest_name(name, list(POLICIES))
@@ -154,7 +154,9 @@ def resolve_scheduler(specification: str) -> ChosenPolicies:
                 param="scheduler",
             )
         chosen[decides] = name
-        given = parse_options(entry.load(), name, settings, known=list(entry.options()))
+        given = parse_options(
+            entry.load(), name, settings, known=list(entry.options()), param="scheduler"
+        )
         if entry.kind == "order":
             values["order"] = _build(entry.load(), **given)
         elif entry.kind == "layers":
