@@ -57,6 +57,8 @@ class ServingPlan:
         endpoint: of a server.
         sentinels: for a server that takes no suffix.
         api_keys: of a running server, for one tenant after the other.
+        sends_hints: whether a running server gets hints for its scheduler; one that is started
+            does.
     """
 
     workload: WorkloadOptions
@@ -68,6 +70,7 @@ class ServingPlan:
     endpoint: Endpoint = "completions"
     sentinels: Sentinels | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    sends_hints: bool = False
 
 
 def measure_serving(plan: ServingPlan, progress: Progress = lambda _: None) -> ServingReport:
@@ -200,6 +203,7 @@ async def _load(
             endpoint=plan.endpoint,
             sentinels=plan.sentinels,
             api_keys=dict(zip(tenants, keys, strict=False)),
+            sends_hints=plan.url is None or plan.sends_hints,
         )
         probes = await probe(client, target)
         overhead = None if costs is None else request_overhead(probes, costs)

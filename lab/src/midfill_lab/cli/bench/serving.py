@@ -65,7 +65,9 @@ class WorkloadFlags:
     ] = 8
     deadline: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="When clients give up; never, if not set."),
+        typer.Option(
+            metavar="SECONDS", help="When clients give up, on average; never, if not set."
+        ),
     ] = None
     seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0
 
@@ -117,6 +119,14 @@ class TargetFlags:
         list[str] | None,
         typer.Option(help="Key of the server at --url; may be repeated, one per tenant."),
     ] = None
+    hints: Annotated[
+        bool,
+        typer.Option(
+            "--hints",
+            help="Send the server at --url what midfill's schedulers look at: priority, job_id,"
+            " is_last_step, expected_tokens.",
+        ),
+    ] = False
     goodput: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +154,8 @@ class TargetFlags:
             raise OptionError("--endpoint chat can't be simulated")
         if self.api_key and self.url is None:
             raise OptionError("--api-key is for a server at --url; a started one has its own")
+        if self.hints and self.url is None:
+            raise OptionError("--hints is for a server at --url; a started one gets them anyway")
         if self.check:
             return SERVER, SIMULATED
         return (SIMULATED,) if self.simulate else (SERVER,)
@@ -191,6 +203,7 @@ def serving(
         endpoint=target.endpoint,
         sentinels=target.fim_tokens,
         api_keys=tuple(target.api_key or ()),
+        sends_hints=target.hints,
     )
     with show_steps("making the load") as progress:
         report = measure_serving(plan, progress)
