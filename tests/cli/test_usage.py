@@ -11,7 +11,7 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("serve --scheduler sarathi", "--scheduler: there is no scheduler 'sarathi'; did you mean"
+        ("serve --scheduler sarathi-server", "--scheduler: there is no scheduler 'sarathi-server'; did you mean"
          f" 'sarathi-serve'? {SERVE}"),
         ("serve --scheduler edf+priority", "--scheduler: edf and priority both decide the order;"
          f" name one of them {SERVE}"),

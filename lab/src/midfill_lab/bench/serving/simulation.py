@@ -42,6 +42,7 @@ from midfill.runners.forward.cells import CellLayout
 from midfill.runners.forward.logits import LogitsOps
 from midfill.serving.options import ServeOptions
 from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.serving.batch_layout import LAYOUTS, LayoutName
 from midfill_lab.bench.serving.metrics import OK, UNSENT, RequestResult, request_result
 from midfill_lab.bench.serving.step_costs import StepCosts, StepWork
 from midfill_lab.bench.serving.workload import TimedRequest, followers, next_turn
@@ -93,6 +94,7 @@ class CostedRunner:
         slots: of the KV pool.
         clock: advanced by each pass.
         script: token ids that answers are pieces of.
+        work_of: what a batch computes, see ``batch_layout``.
     """
 
     logits_ops: LogitsOps = NUMPY_LOGITS
@@ -107,8 +109,10 @@ class CostedRunner:
         slots: int,
         clock: VirtualClock,
         script: Sequence[int],
+        work_of: Callable[[ForwardBatch], StepWork] = StepWork.of,
     ) -> None:
         self.config = config
+        self._work_of = work_of
         self.slots = slots
         self._costs = costs
         self._clock = clock
@@ -126,7 +130,7 @@ class CostedRunner:
 
     def forward(self, batch: ForwardBatch) -> Int32Array:
         """See ``Runner.forward``."""
-        self._clock.advance(self._costs.seconds(StepWork.of(batch)))
+        self._clock.advance(self._costs.seconds(self._work_of(batch)))
         return self._next_tokens(batch)
 
     def argmax_tokens(self, logits: Int32Array) -> list[int]:
@@ -147,7 +151,7 @@ class CostedRunner:
     ) -> Float64Array:
         """See ``Runner.run_layers``."""
         share = (end - first) / self.config.layers
-        self._clock.advance(self._costs.layers_seconds(StepWork.of(batch)) * share)
+        self._clock.advance(self._costs.layers_seconds(self._work_of(batch)) * share)
         return hidden
 
     def compute_logits(self, batch: ForwardBatch, hidden: Float64Array) -> Int32Array:
@@ -174,9 +178,17 @@ class SimulatedModel:
         checkpoint: the model.
         costs: what its steps cost.
         served: how it is served.
+        layout: how a step's rows lie.
     """
 
-    def __init__(self, checkpoint: Checkpoint, costs: StepCosts, served: ServeOptions) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        costs: StepCosts,
+        served: ServeOptions,
+        layout: LayoutName = "ragged",
+    ) -> None:
+        self.layout = layout
         self.checkpoint = checkpoint
         self.costs = costs
         self.served = served
@@ -206,7 +218,8 @@ class SimulatedModel:
         """
         config, options = self.checkpoint.config, self.options
         script = answer_script(self.checkpoint.tokenizer)
-        runner = CostedRunner(config, self.costs, self.slots, clock, script)
+        work_of = LAYOUTS[self.layout]
+        runner = CostedRunner(config, self.costs, self.slots, clock, script, work_of)
         return Engine(
             runner,
             self.checkpoint.tokenizer.eos_token_ids,
