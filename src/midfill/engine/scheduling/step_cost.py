@@ -188,8 +188,10 @@ def estimate_steps(state: ScheduleState) -> StepEstimate | None:
     return StepEstimate(state.step_seconds, len(lengths), sum(lengths), prompt_keys)
 
 
-def max_rows_within(seconds: float, estimate: StepEstimate, largest: int) -> int:
-    """Return the largest number of rows whose step takes no longer; at least ``MIN_ROWS``.
+def max_rows_within(
+    seconds: float, estimate: StepEstimate, largest: int, smallest: int = MIN_ROWS
+) -> int:
+    """Return the largest number of rows whose step takes no longer.
 
     This is how Sarathi-Serve's token budget follows from a limit for the gap between two tokens
     (Agrawal et al., OSDI 2024, arXiv 2403.02310, section 4.3), from costs that are measured as the
@@ -199,6 +201,7 @@ def max_rows_within(seconds: float, estimate: StepEstimate, largest: int) -> int
         seconds: that the step may take.
         estimate: of the step.
         largest: number of rows to consider.
+        smallest: number of rows where none is short enough.
     """
     few, many = 0, largest + 1
     while many - few > 1:
@@ -207,7 +210,7 @@ def max_rows_within(seconds: float, estimate: StepEstimate, largest: int) -> int
             few = rows
         else:
             many = rows
-    return max(few, MIN_ROWS)
+    return max(few, smallest)
 
 
 def _next_prompt_keys(state: ScheduleState) -> int | None:

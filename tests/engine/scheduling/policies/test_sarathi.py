@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_states import CacheFacts, decoding, prefilling
 from step_simulation import Job, Progress, Simulation
+from toy_engine import prompt, sampling
+from toy_runner import LAYERS, ToyRunner
 
+from midfill.arrays import Float32Array
+from midfill.config import ModelOptions
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.loading import scheduler_policy
 from midfill.engine.scheduling.policies.iteration_level import IterationLevel
 from midfill.engine.scheduling.policies.request_level import RequestLevel
 from midfill.engine.scheduling.policies.sarathi import Sarathi
@@ -21,6 +27,8 @@ from midfill.engine.scheduling.scheduler import (
     StepPlan,
     WaitingSequence,
 )
+from midfill.runners.forward.batch import ForwardBatch
+from serving import request
 
 
 def plan(
@@ -121,6 +129,29 @@ class TestBalance:
         assert gains[0] < gains[1] < gains[2] > gains[3] > gains[4]
         assert found[16][1] > 0.8
         assert found[2][1] < 0.5
+
+
+class CountingRunner(ToyRunner):
+    """Counts its passes."""
+
+    passes = 0
+
+    def forward(self, batch: ForwardBatch) -> Float32Array:
+        self.passes += 1
+        return super().forward(batch)
+
+
+def test_decodes_ride_in_the_pass_of_the_chunk() -> None:
+    runner = CountingRunner(400)
+    options = ModelOptions(scheduler="sarathi:tile=8", token_budget=16, max_running=4)
+    policy = scheduler_policy(options, LAYERS)
+    engine = Engine(runner, (), EngineOptions(max_running=4), policy=policy)
+    for number in range(6):
+        engine.add(request(f"{number}", prompt(30 + number, number), sampling()))
+    while engine.has_work():
+        engine.step()
+    assert runner.passes == engine.stats().steps
+    assert engine.stats().computed_tokens > 2 * runner.passes
 
 
 class TestKeysReadAgain:

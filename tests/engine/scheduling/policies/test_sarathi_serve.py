@@ -15,7 +15,6 @@ from midfill.engine.scheduling.scheduler import (
     StepPlan,
     WaitingSequence,
 )
-from midfill.engine.scheduling.step_cost import MIN_ROWS
 from midfill.kv.radix_cache import CachedPrefix
 
 
@@ -240,9 +239,9 @@ class TestGap:
         assert self.budget(1000.0) == MAX_BUDGET
 
     def test_prompts_go_on_where_no_step_is_short_enough(self) -> None:
-        assert self.budget(0.001) == MIN_ROWS
+        assert self.budget(0.001) == 4
         decodes = [decoding(number) for number in range(8)]
-        assert self.budget(0.001, *decodes) == 8 + MIN_ROWS
+        assert self.budget(0.001, *decodes) == 8 + 4
 
     def test_before_costs_are_known_the_budget_is_the_given_one(self) -> None:
         assert self.budget(0.05, known=False) == 100

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from midfill.config import ModelOptions
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions
+from midfill_lab.bench.serving.batch_layout import LayoutName
 from midfill_lab.bench.serving.metrics import OK, RequestResult, summarise
 from midfill_lab.bench.serving.simulation import SimulatedModel, simulate_load
 from midfill_lab.bench.serving.step_costs import StepCosts, StepWork
@@ -179,6 +181,36 @@ def test_continuum_keeps_what_a_program_needs_while_its_tool_runs(serve: Serve) 
         computed[scheduler], seconds[scheduler] = figures.cached_share, figures.programs.mean
     assert computed["continuum"] > computed["sarathi-serve"]
     assert seconds["continuum"] < seconds["sarathi-serve"]
+
+
+def test_a_gap_is_kept_on_a_load_that_nothing_was_measured_on(serve: Serve) -> None:
+    load = requests("mixed", requests=60, request_rate=3.0, characters=1500, output_tokens=40)
+
+    def served(scheduler: str) -> tuple[float, float]:
+        run = ModelOptions(scheduler=scheduler)
+        latency = summarise(simulate_load(serve(run, stream_interval=0.0), load)).latency
+        assert latency.itl is not None
+        assert latency.ttft is not None
+        return latency.itl.p99, latency.ttft.mean
+
+    (short, slow), (long, quick) = (served(f"sarathi-serve:gap={gap}") for gap in (0.015, 0.06))
+    assert short < 1.1 * 0.015 < long < 1.1 * 0.06
+    assert quick < slow
+
+
+def test_padded_tokens_take_their_time_and_packed_ones_less(
+    model: SimulatedModel, costs: StepCosts
+) -> None:
+    load = requests("mixed", requests=40, request_rate=math.inf, output_tokens=2)
+    options = ModelOptions(scheduler="prefill-first", adapter="none")
+    served = replace(model.served, options=options)
+    seconds = {}
+    names: tuple[LayoutName, ...] = ("ragged", "packed", "padded")
+    for name in names:
+        laid_out = SimulatedModel(model.checkpoint, costs, served, name)
+        seconds[name] = summarise(simulate_load(laid_out, load)).seconds
+    assert 2 * seconds["ragged"] < seconds["padded"]
+    assert seconds["ragged"] <= seconds["packed"] < seconds["padded"]
 
 
 def test_the_pool_is_as_large_as_it_is_told_to_be(serve: Serve, costs: StepCosts) -> None:

@@ -15,10 +15,12 @@ from midfill.engine.scheduling.scheduler import (
     StepPlan,
     WaitingSequence,
 )
-from midfill.engine.scheduling.step_cost import MIN_ROWS, estimate_steps, max_rows_within
+from midfill.engine.scheduling.step_cost import estimate_steps, max_rows_within
 
 MAX_BUDGET = 2048
 """Maximum tokens per step where the time between tokens decides how many there are."""
+_SMALLEST_CHUNK = 4
+"""Tokens of prompts in a step where the decodes alone take as long as a gap may be."""
 _SHORT_FACTOR = 4
 """A prompt leaves a part of the budget to others that have this many times fewer tokens to run."""
 _MAX_CONSIDERED = 8
@@ -54,7 +56,7 @@ class SarathiServe:
             longest gap between two tokens of a running answer. The budget is then what fits by the
             measured costs of steps, at most ``MAX_BUDGET``; ``token_budget`` is that of the first
             steps, and ``ScheduleState.max_rows`` bounds nothing. Where the decodes alone take
-            longer, prompts still have ``MIN_ROWS``.
+            longer, prompts still have a few rows.
     """
 
     token_budget: int = 128
@@ -110,8 +112,8 @@ class SarathiServe:
         estimate = estimate_steps(state)
         budget = self.token_budget
         if estimate is not None:
-            budget = max_rows_within(self.gap, estimate, MAX_BUDGET)
-            budget = max(budget, estimate.decodes + MIN_ROWS)
+            smallest = estimate.decodes + _SMALLEST_CHUNK
+            budget = max_rows_within(self.gap, estimate, MAX_BUDGET, smallest)
         return replace(self, token_budget=budget, gap=0.0)
 
     def place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
