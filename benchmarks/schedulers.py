@@ -156,7 +156,7 @@ COMPARISONS = {
         WorkloadOptions(
             workload="agents", requests=180, turns=6, output_tokens=32, characters=3000, pause=1.0
         ),
-        0.5,
+        2.0,
         _rows(_DEFAULT, "continuum", "continuum:threshold=2", "longest-prefix", "shortest-first"),
         ("program mean", "program p95", "ttft mean", "cached"),
         pool=9000,
@@ -441,7 +441,8 @@ def _caption(comparison: Comparison, report: SchedulersReport, rows: Sequence[Ro
         f"Means over {report.seeds} seeds of {load.requests} requests, workload `{load.workload}`,"
         f" {load.characters:,} characters, answers of {load.output_tokens} tokens{pool};"
         f" {fmean(rates):.2f} requests/s in the first row. Milliseconds where no unit is given."
-        f"{good} {run_on}; {report.costs.model}, step costs measured on {report.costs.machine}."
+        f"{good} {run_on}; {report.costs.model}, {report.costs.engine}, step costs measured on"
+        f" {report.costs.machine}."
     )
 
 

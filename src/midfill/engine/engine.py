@@ -341,7 +341,8 @@ class Engine:
     def _plan(self) -> tuple[StepPlan, Mapping[int, Draft]]:
         """Return the step's plan and, by sequence id, the drafts that were proposed for it."""
         state = self._release_pins(self._queues.state(self._time()))
-        state = replace(state, prefill_share=self._prefill_share)
+        if self._prefill_share is not None:
+            state = replace(state, prefill_share=self._prefill_share)
         if self._step_limit is not None:
             state = self._step_limit.inform(state)
         plan = self._policy.plan(state)
