@@ -29,6 +29,7 @@ COMMANDS = {
     "pruning": "pruning",
     "replicas": "replicas",
     "reuse": "reuse",
+    "schedulers": "schedulers",
     "shape": "shapes",
     "soak": "reliability.soak",
     "tables": "tables",

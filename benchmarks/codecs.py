@@ -21,7 +21,6 @@ from midfill.engine.kv_transfer.warm_cache import CHUNK_TOKENS
 from midfill.kv.ragged import cells_of_slots
 from midfill.kv.tiers.warm_tier import ChunkCodec
 from midfill.methods.needles import needle_text
-from midfill.methods.registry import make_options
 from midfill.methods.store.cachegen import (
     CacheGen,
     CacheGenCodec,
@@ -36,6 +35,7 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
+from midfill.specifications import make_options
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.bench.documents import unseen_documents
 from midfill_lab.cli.bench.options import JsonOption
@@ -140,7 +140,7 @@ def measure_codecs(
     Raises:
         MidfillError: the model can't be found or loaded, or an option doesn't fit.
     """
-    methods = {level: make_options(CacheGen, "cachegen", level) for level in levels}
+    methods = {level: make_options(CacheGen, "cachegen", level, param="codec") for level in levels}
     progress(f"loading {model}")
     options = ModelOptions(threads=threads)
     checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)

@@ -11,8 +11,8 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("serve --scheduler sarathi", "--scheduler: there is no scheduler 'sarathi'; did you mean"
-         f" 'sarathi-serve'? {SERVE}"),
+        ("serve --scheduler sarathi-server", "--scheduler: there is no scheduler"
+         f" 'sarathi-server'; did you mean 'sarathi-serve'? {SERVE}"),
         ("serve --scheduler edf+priority", "--scheduler: edf and priority both decide the order;"
          f" name one of them {SERVE}"),
         ("serve --scheduler shortest-first:ageing=x", "--scheduler: shortest-first: ageing must be"

@@ -1,4 +1,7 @@
-"""Scheduling policies on a virtual clock: what an engine does with their plans, without a model."""
+"""Scheduling policies on a virtual clock: what an engine does with their plans, without a model.
+
+Policies are told what steps cost where ``cost_is_known``; steps cost the same with any context.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,10 +93,13 @@ class Simulation:
         max_running: int = 16,
         lookahead: int = 64,
         cost: Callable[[int], float] = linear_cost,
+        cost_is_known: bool = False,
         common: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
         self.policy, self.slots, self.max_running = policy, slots, max_running
         self.lookahead, self.cost = lookahead, cost
+        self.cost_is_known = cost_is_known
+        self.prefill_share: int | None = None
         self.common = common or {}
         self.now = 0.0
         self.plans: list[tuple[ScheduleState, StepPlan]] = []
@@ -115,6 +121,7 @@ class Simulation:
             state = self.state()
             plan = self.policy.plan(state)
             self.plans.append((state, plan))
+            self.prefill_share = plan.prefill_share
             assert plan.rows or plan.preempt, f"nothing runs: {state}"
             self.now += self.cost(plan.rows)
             self.apply(plan)
@@ -133,6 +140,8 @@ class Simulation:
             cache=self,
             now=self.now,
             total_slots=self.slots,
+            step_seconds=(lambda rows, keys: self.cost(rows)) if self.cost_is_known else None,
+            prefill_share=self.prefill_share,
         )
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:

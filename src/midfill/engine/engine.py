@@ -155,6 +155,7 @@ class Engine:
         self._policy = policy
         self._speculation = speculation
         self._step_limit = step_limit
+        self._prefill_share: int | None = None
         self._retention = retention
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         self._context = options.context_of(runner.config)
@@ -346,11 +347,12 @@ class Engine:
     def _plan(self) -> tuple[StepPlan, Mapping[int, Draft]]:
         """Return the step's plan and, by sequence id, the drafts that were proposed for it."""
         state = self._release_pins(self._queues.state(self._time()))
+        if self._prefill_share is not None:
+            state = replace(state, prefill_share=self._prefill_share)
         if self._step_limit is not None:
-            max_rows = self._step_limit.max_rows(state)
-            if max_rows is not None:
-                state = replace(state, max_rows=max_rows)
+            state = self._step_limit.inform(state)
         plan = self._policy.plan(state)
+        self._prefill_share = plan.prefill_share
         if self._speculation is None:
             return plan, {}
         return self._speculation.plan(state, plan, self._queues.sequences)

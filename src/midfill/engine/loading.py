@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 
-from midfill.arrays import Int32Array
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.kv_transfer.transfers import IdentitySource, layout_name
@@ -22,6 +21,7 @@ from midfill.engine.scheduling.scheduler import SchedulerPolicy
 from midfill.engine.scheduling.step_cost import StepCost, StepTimeLimit
 from midfill.engine.scheduling.tool_calls import find_tool
 from midfill.engine.sequences.retention import Retention, RetentionPolicy
+from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.speculation import Speculation
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.kv.blob import KvIdentity
@@ -93,7 +93,7 @@ def load_engine(
             policy=scheduler_policy(options, runner.config.layers),
             speculation=speculation(options),
             step_limit=step_limit(options),
-            retention=retention(options, checkpoint.tokenizer),
+            retention=retention(options, tool_reader(checkpoint.tokenizer)),
             token_bytes=checkpoint.tokenizer.token_bytes,
             method=resolver.default,
             find_method=lambda name: extra[name] if name in extra else resolver.find(name),
@@ -142,18 +142,29 @@ def lookahead(options: ModelOptions) -> int:
     return 0 if resolve_scheduler(options.scheduler).order is None else _LOOKAHEAD
 
 
-def retention(options: ModelOptions, tokenizer: Tokenizer) -> Retention | None:
-    """Return what keeps the KV of programs between their requests; None if no policy does."""
+def retention(options: ModelOptions, tool_of: Callable[[Sequence], str]) -> Retention | None:
+    """Return what keeps the KV of programs between their requests; None if no policy does.
+
+    Args:
+        options: how the model is run.
+        tool_of: see ``Retention``.
+    """
     order: object = resolve_scheduler(options.scheduler).order
     if not isinstance(order, RetentionPolicy):
         return None
-
-    def tool_of(token_ids: Int32Array) -> str:
-        answer = b"".join(map(tokenizer.token_bytes, token_ids.tolist()))
-        return find_tool(answer.decode("utf-8", errors="replace"))
-
     cost = RebuildCost(StepCost(), options.token_budget)
     return Retention(order, Programs(cost), tool_of)
+
+
+def tool_reader(tokenizer: Tokenizer) -> Callable[[Sequence], str]:
+    """Return what finds the tool that a sequence's answer calls in its text."""
+
+    def tool_of(sequence: Sequence) -> str:
+        token_ids = sequence.tokens[sequence.prompt_length :].tolist()
+        answer = b"".join(map(tokenizer.token_bytes, token_ids))
+        return find_tool(answer.decode("utf-8", errors="replace"))
+
+    return tool_of
 
 
 def step_limit(options: ModelOptions) -> StepTimeLimit:

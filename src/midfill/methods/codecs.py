@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from midfill.errors import InvalidRequestError
 from midfill.kv.tiers.warm_tier import ChunkCodec
-from midfill.methods.registry import OFF, make_options, nearest_name
+from midfill.methods.registry import OFF
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.forward.runner import Runner
+from midfill.specifications import make_options, nearest_name
 
 CODECS = ("cachegen",)
 
@@ -30,7 +31,7 @@ def check_codec(specification: str) -> None:
         )
     from midfill.methods.store.cachegen import CacheGen
 
-    make_options(CacheGen, name, settings)
+    make_options(CacheGen, name, settings, param="codec")
 
 
 def open_codec(
@@ -54,7 +55,7 @@ def open_codec(
     from midfill.methods.store.cachegen import CacheGen, CacheGenCodec, KvShape
     from midfill.methods.store.cachegen_profile import load_tables
 
-    method = make_options(CacheGen, codec, settings)
+    method = make_options(CacheGen, codec, settings, param="codec")
     config = runner.config
     dtype = runner.cells.layout.dtype
     shape = KvShape(dtype, config.layers, config.kv_heads, config.head_dim)

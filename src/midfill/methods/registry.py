@@ -4,18 +4,15 @@ A method's module is imported when it is first asked for, so that nothing pays f
 nobody uses.
 """
 
-import dataclasses
-import difflib
 import importlib
-import re
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from midfill.errors import InvalidRequestError
 from midfill.methods.method import CombinedMethod, Method, ModelSpecific
+from midfill.specifications import defaults, make_options, nearest_name, split_specification
 
 OFF = "none"
-_MAX_SPECIFICATION = 1000
 """A specification that asks for no method."""
 
 KINDS = {
@@ -57,11 +54,6 @@ class MethodEntry:
     def options(self) -> dict[str, object]:
         """Return the method's options and their defaults."""
         return defaults(self.load())
-
-
-def defaults(factory: type[Any]) -> dict[str, object]:
-    """Return the names of a dataclass's fields and their defaults."""
-    return {field.name: field.default for field in dataclasses.fields(factory)}
 
 
 METHODS = {
@@ -121,19 +113,19 @@ def resolve_method(specification: str) -> Method | ModelSpecific | None:
     Raises:
         InvalidRequestError: there is no such method or option, or a value doesn't fit.
     """
-    parts = split_specification(specification)
+    parts = split_methods(specification)
     if not parts:
         return None
     found = []
     for part in parts:
         name, _, settings = part.partition(":")
         check_name(name)
-        method: Method = make_options(METHODS[name].load(), name, settings)
+        method: Method = make_options(METHODS[name].load(), name, settings, param="method")
         found.append((name, method))
     return found[0][1] if len(found) == 1 else CombinedMethod(tuple(found))
 
 
-def split_specification(specification: str) -> list[str]:
+def split_methods(specification: str) -> list[str]:
     """Return the specifications of the methods that one names together; none for no method.
 
     Raises:
@@ -141,54 +133,7 @@ def split_specification(specification: str) -> list[str]:
     """
     if specification in ("", OFF):
         return []
-    if len(specification) > _MAX_SPECIFICATION:
-        raise InvalidRequestError(
-            f"a name with its options has at most {_MAX_SPECIFICATION} characters, not"
-            f" {len(specification)}",
-            param="method",
-        )
-    return re.split(r"\+(?=[a-z])", specification)  # a "+" in a number's exponent divides nothing
-
-
-def make_options(factory: type[Any], name: str, settings: str) -> Any:
-    """Return ``factory`` with the options that "option=value,option=value" lists.
-
-    Args:
-        factory: a dataclass.
-        name: for messages.
-        settings: "" leaves all at their defaults.
-
-    Raises:
-        InvalidRequestError: there is no such option, or a value doesn't fit.
-    """
-    return factory(**parse_options(factory, name, settings, known=list(defaults(factory))))
-
-
-def parse_options(
-    factory: type[Any], name: str, settings: str, *, known: list[str]
-) -> dict[str, object]:
-    """Return the options that "option=value,option=value" lists, by name.
-
-    Args:
-        factory: a dataclass.
-        name: for messages.
-        settings: "" gives none.
-        known: which of the dataclass's fields are options.
-
-    Raises:
-        InvalidRequestError: there is no such option, or a value doesn't fit.
-    """
-    kinds = get_type_hints(factory)
-    values: dict[str, object] = {}
-    for item in filter(None, settings.split(",")):
-        option, equals, text = item.partition("=")
-        if option not in known:
-            nearest = nearest_name(option, known) if known else ": it has none"
-            raise InvalidRequestError(f"{name} has no option {option!r}{nearest}", param="method")
-        if not equals:
-            raise InvalidRequestError(f"{name}: write {option}=VALUE", param="method")
-        values[option] = _parse(text, kinds[option], f"{name}: {option}")
-    return values
+    return split_specification(specification, param="method")
 
 
 def parse_name(specification: str) -> str:
@@ -206,21 +151,3 @@ def check_name(name: str) -> None:
         raise InvalidRequestError(
             f"there is no method {name!r}{nearest_name(name, list(METHODS))}", param="method"
         )
-
-
-def _parse(text: str, kind: type, option: str) -> object:
-    try:
-        return kind(text)
-    except ValueError:
-        words = {int: "a whole number", float: "a number"}
-        raise InvalidRequestError(
-            f"{option} must be {words.get(kind, 'text')}, not {text!r}", param="method"
-        ) from None
-
-
-def nearest_name(name: str, known: list[str]) -> str:
-    """Return the end of a message: the nearest of some names, or all of them if none is near."""
-    wanted = name.lower()
-    begun = [each for each in known if len(wanted) > 2 and each.startswith(wanted)]
-    found = begun or difflib.get_close_matches(wanted, known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known)}"

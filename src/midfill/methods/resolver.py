@@ -10,7 +10,7 @@ from midfill.methods.registry import (
     check_name,
     parse_name,
     resolve_method,
-    split_specification,
+    split_methods,
 )
 from midfill.methods.served_model import ServedModel
 
@@ -50,7 +50,7 @@ class AllowedMethods:
         resolve_method(specification)
         if specification == self.default or ANY in self.names:
             return
-        names = [parse_name(part) for part in split_specification(specification)] or [OFF]
+        names = [parse_name(part) for part in split_methods(specification)] or [OFF]
         refused = [name for name in names if name not in self.names]
         if not refused:
             return

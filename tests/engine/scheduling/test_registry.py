@@ -47,8 +47,8 @@ def test_options_of_the_batching_take_the_place_of_the_server_s_own() -> None:
 @pytest.mark.parametrize(
     ("specification", "said"),
     [
-        ("sarathi", "there is no scheduler 'sarathi'; did you mean 'sarathi-serve'?"),
-        ("", "there is no scheduler ''; there are sarathi-serve, layered-prefill, "),
+        ("sarathi-server", "there is no scheduler 'sarathi-server'; did you mean 'sarathi-serve'?"),
+        ("", "there is no scheduler ''; there are sarathi-serve, dynamic-chunks, nexus, "),
         ("none", "there is no scheduler 'none'; there are sarathi-serve, "),
         ("edf+priority", "edf and priority both decide the order; name one of them"),
         ("sarathi-serve+layered-prefill",
@@ -60,6 +60,10 @@ def test_options_of_the_batching_take_the_place_of_the_server_s_own() -> None:
         ("shortest-first:ageing", "shortest-first: write ageing=VALUE"),
         ("edf:max_wait=0", "max_wait must be above 0"),
         ("sarathi-serve:token_budget=5", "sarathi-serve has no option 'token_budget'"),
+        ("sarathi-serve:gap=-1", "gap must be a number of seconds, at least 0"),
+        ("prefill-first:gap=1", "prefill-first has no option 'gap'; there are min_shared_prefix"),
+        ("nexus:decode_slack=0.5", "decode_slack and prefill_slack must be at least 1"),
+        ("nexus:share=101", "share must be from 0 to 100 percent"),
         ("sarathi-serve:short_share=1", "short_share must be at least 0 and below 1"),
         ("layered-prefill:layers=3", "layered-prefill has no option 'layers': it has none"),
     ],

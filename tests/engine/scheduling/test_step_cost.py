@@ -1,12 +1,23 @@
 """StepCost: the time of a step by its rows and context, learned from steps that ran."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from schedule_states import CacheFacts, decoding, prefilling
 
 from midfill.engine.scheduling.scheduler import RunningSequence, ScheduleState, WaitingSequence
-from midfill.engine.scheduling.step_cost import MIN_ROWS, MIN_STEPS, StepCost, StepTimeLimit
+from midfill.engine.scheduling.step_cost import (
+    MIN_ROWS,
+    MIN_STEPS,
+    StepCost,
+    StepEstimate,
+    StepTimeLimit,
+    estimate_steps,
+    max_rows_within,
+)
 from midfill.kv.radix_cache import CachedPrefix
 
 
@@ -121,20 +132,20 @@ PROMPT = state([prefilling(1, 500)])
 
 
 def test_fast_steps_are_not_limited() -> None:
-    assert limit(0.0005).max_rows(PROMPT) is None
+    assert limit(0.0005).inform(PROMPT).max_rows is None
 
 
 def test_slow_steps_have_as_many_rows_as_fit_the_time() -> None:
-    assert limit(0.002).max_rows(PROMPT) == pytest.approx(50, abs=3)
+    assert limit(0.002).inform(PROMPT).max_rows == pytest.approx(50, abs=3)
 
 
 def test_rows_never_fall_below_what_reading_the_weights_is_worth() -> None:
-    assert limit(0.02).max_rows(PROMPT) == MIN_ROWS
+    assert limit(0.02).inform(PROMPT).max_rows == MIN_ROWS
 
 
 def test_steps_alone_without_prompts_need_no_limit() -> None:
-    assert limit(0.002).max_rows(state([decoding(1)])) is None
-    assert limit(0.002).max_rows(state()) is None
+    assert limit(0.002).inform(state([decoding(1)])).max_rows is None
+    assert limit(0.002).inform(state()).max_rows is None
 
 
 def test_the_context_of_the_prompt_that_runs_next_counts() -> None:
@@ -142,17 +153,62 @@ def test_the_context_of_the_prompt_that_runs_next_counts() -> None:
     later = prefilling(1, 8000, computed=4000)
     queued = WaitingSequence(2, 4100)
     cached = CacheFacts({2: CachedPrefix(4000, 0)})
-    assert slow.max_rows(PROMPT) is None
-    assert slow.max_rows(state([later])) == pytest.approx(71, abs=4)
-    assert slow.max_rows(state(waiting=[queued], cache=cached)) == pytest.approx(71, abs=4)
-    assert slow.max_rows(state(background=[queued], cache=cached)) == pytest.approx(71, abs=4)
-    assert slow.max_rows(state(waiting=[queued])) is None
+    assert slow.inform(PROMPT).max_rows is None
+    assert slow.inform(state([later])).max_rows == pytest.approx(71, abs=4)
+    assert slow.inform(state(waiting=[queued], cache=cached)).max_rows == pytest.approx(71, abs=4)
+    assert slow.inform(state(background=[queued], cache=cached)).max_rows == pytest.approx(
+        71, abs=4
+    )
+    assert slow.inform(state(waiting=[queued])).max_rows is None
 
 
 def test_the_first_steps_are_not_judged() -> None:
     made = StepTimeLimit(0.1, StepCost(), 128)
     for _ in range(MIN_STEPS - 1):
         made.record_step(128, 10, 3.0)
-        assert made.max_rows(PROMPT) is None
+        assert made.inform(PROMPT).max_rows is None
     made.record_step(128, 10, 3.0)
-    assert made.max_rows(PROMPT) == MIN_ROWS
+    assert made.inform(PROMPT).max_rows == MIN_ROWS
+
+
+def test_policies_are_told_what_steps_cost_once_it_is_known() -> None:
+    assert StepTimeLimit(0.1, StepCost(), 128).inform(PROMPT).step_seconds is None
+    told = limit(0.0005).inform(PROMPT)
+    assert told.step_seconds is not None
+    assert told.step_seconds(64, 10) == pytest.approx(0.032, rel=0.05)
+
+
+class TestEstimates:
+    def made(self, decodes: int, decode_keys: int, prompt_keys: int) -> StepEstimate:
+        """Rows cost 1 ms each, and each key that one attends to 1 microsecond."""
+        return StepEstimate(
+            lambda rows, keys: rows * (1e-3 + 1e-6 * keys), decodes, decode_keys, prompt_keys
+        )
+
+    def test_a_step_has_all_decodes_and_the_rest_is_a_prompt(self) -> None:
+        made = self.made(4, 4000, 500)
+        assert made.seconds(0) == made.seconds(4) == pytest.approx(0.004 + 0.004)
+        assert made.seconds(104) == pytest.approx(0.104 + 0.004 + 0.05)
+
+    def test_what_runs_next_is_estimated(self) -> None:
+        known = replace(
+            state([decoding(1, 70), decoding(2, 50), prefilling(3, 90, 40)]),
+            step_seconds=lambda rows, keys: 0.0,
+        )
+        found = estimate_steps(known)
+        assert found is not None
+        assert (found.decodes, found.decode_keys, found.prompt_keys) == (2, 120, 40)
+
+    def test_nothing_is_estimated_without_prompts_or_costs(self) -> None:
+        assert estimate_steps(PROMPT) is None
+        known = replace(state([decoding(1)]), step_seconds=lambda rows, keys: 0.0)
+        assert estimate_steps(known) is None
+
+    @given(st.integers(0, 40), st.integers(0, 4000), st.integers(0, 4000), st.floats(0.001, 3.0))
+    def test_the_budget_is_the_largest_that_keeps_the_time(
+        self, decodes: int, decode_keys: int, prompt_keys: int, seconds: float
+    ) -> None:
+        made = self.made(decodes, decode_keys, prompt_keys)
+        found = max_rows_within(seconds, made, 2048)
+        fitting = [rows for rows in range(1, 2049) if made.seconds(rows) <= seconds]
+        assert found == max([*fitting[-1:], MIN_ROWS])

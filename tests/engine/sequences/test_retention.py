@@ -12,7 +12,6 @@ import pytest
 from toy_engine import prompt, sampling, truth
 from toy_runner import ToyRunner
 
-from midfill.arrays import Int32Array
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineOutput, RequestHints
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
@@ -24,6 +23,7 @@ from midfill.engine.scheduling.programs import FinishedTurn, Programs, RebuildCo
 from midfill.engine.scheduling.scheduler import ProgramId
 from midfill.engine.scheduling.step_cost import StepCost
 from midfill.engine.sequences.retention import Retention
+from midfill.engine.sequences.sequence import Sequence
 from serving import check_idle, request
 
 TOKEN_SECONDS = 0.02
@@ -55,7 +55,8 @@ class Constant(Continuum):
         return 5.0
 
 
-def called(token_ids: Int32Array) -> str:
+def called(sequence: Sequence) -> str:
+    token_ids = sequence.tokens[sequence.prompt_length :]
     return TOOLS.get(int(token_ids[0]), "") if len(token_ids) else ""
 
 
@@ -66,7 +67,7 @@ class World:
     order: QueueOrder
     slots: int = 180
     max_running: int = 2
-    tool_of: Callable[[Int32Array], str] = called
+    tool_of: Callable[[Sequence], str] = called
     now: float = 0.0
     speed: float = 1.0
     outputs: list[EngineOutput] = field(default_factory=list)
@@ -161,7 +162,7 @@ class TestPins:
 
     def test_the_answers_are_the_same_as_without_pins(self) -> None:
         def served(order: QueueOrder) -> list[list[int]]:
-            world = World(order, tool_of=lambda token_ids: "fast")
+            world = World(order, tool_of=lambda sequence: "fast")
             context, answers = prompt(40), []
             for number in range(4):
                 expected = truth(context)
@@ -272,7 +273,7 @@ class TestPins:
         assert world.pins == 1
 
     def test_a_cancelled_answer_may_have_ended_at_a_stop_string(self) -> None:
-        world = World(Forever(), tool_of=lambda token_ids: "fast" if len(token_ids) else "")
+        world = World(Forever(), tool_of=lambda sequence: "fast")
         hints = RequestHints(program="a")
         world.engine.add(request("a1", prompt(40), sampling(), hints=hints))
         world.engine.add(request("b1", prompt(40, 2), sampling(), hints=hints))

@@ -20,6 +20,8 @@ from midfill_lab.cli.bench.app import app
         (["--simulate", "--url", "http://127.0.0.1:1/v1"], "nothing is known to simulate it"),
         (["--check", "--endpoint", "chat"], "--endpoint chat can't be simulated"),
         (["--api-key", "k"], "--api-key is for a server at --url"),
+        (["--hints"], "--hints is for a server at --url"),
+        (["--batch-layout", "padded"], "--batch-layout is for --simulate"),
         (["--goodput", "ttfb:3"], "--goodput names ttfb"),
         (["--request-rate", "0"], "must be above 0"),
     ],

@@ -5,8 +5,9 @@ from typing import Any, ClassVar, Protocol
 
 from midfill.errors import InvalidRequestError
 from midfill.methods.calibration import Tables
-from midfill.methods.registry import check_name, make_options
+from midfill.methods.registry import check_name
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.specifications import make_options
 from midfill.system.extras import require
 from midfill.system.progress import Progress
 
@@ -65,7 +66,7 @@ def resolve_calibrator(specification: str) -> tuple[str, Calibrator]:
     """
     name, _, listed = specification.partition(":")
     check_name(name)
-    calibrator: Calibrator = make_options(load_calibrator(name), name, listed)
+    calibrator: Calibrator = make_options(load_calibrator(name), name, listed, param="method")
     return name, calibrator
 
 

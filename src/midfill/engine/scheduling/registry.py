@@ -11,7 +11,7 @@ from typing import Any, Literal
 from midfill.engine.scheduling.policies.ordered_admission import QueueOrder
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.errors import InvalidRequestError
-from midfill.methods.registry import nearest_name, parse_options, split_specification
+from midfill.specifications import defaults, nearest_name, parse_options, split_specification
 
 Kind = Literal["batching", "layers", "order"]
 """What a policy decides: "batching" which tokens run in a step (a subclass of ``SarathiServe``),
@@ -51,9 +51,11 @@ class PolicyEntry:
         """Return the policy's options and their defaults; a batch's sizes are none of them."""
         if self.kind == "layers":
             return {}
-        return {
-            field.name: field.default for field in fields(self.load()) if field.name not in _SIZES
-        }
+        factory = self.load()
+        hidden = _SIZES
+        if self.kind == "batching":
+            hidden |= factory.fixed_options
+        return {name: value for name, value in defaults(factory).items() if name not in hidden}
 
 
 POLICIES = {
@@ -61,10 +63,16 @@ POLICIES = {
     for entry in (
         PolicyEntry("sarathi-serve", "batching", "decodes first, then chunks of prompts",
             "Agrawal et al., OSDI 2024, arXiv 2403.02310", ".sarathi_serve", "SarathiServe"),
+        PolicyEntry("dynamic-chunks", "batching", "chunks that shrink as the context grows",
+            "Agrawal et al., OSDI 2024, arXiv 2403.02310", ".dynamic_chunks", "DynamicChunks"),
+        PolicyEntry("nexus", "batching", "chunks as large as the answers can bear, by their cost",
+            "Shi et al., 2025, arXiv 2507.06608", ".nexus", "Nexus"),
         PolicyEntry("layered-prefill", "layers", "long prompts by groups of layers",
             "Lee et al., 2025, arXiv 2510.08055", ".layered_prefill", "LayeredPrefill"),
         PolicyEntry("memory-centric", "batching", "admits as KV memory allows, with a reserve",
             "Zheng et al., 2024, arXiv 2412.03594", ".memory_centric", "MemoryCentric"),
+        PolicyEntry("sarathi", "batching", "one prompt's chunk per step, decodes ride along",
+            "Agrawal et al., 2023, arXiv 2308.16369", ".sarathi", "Sarathi"),
         PolicyEntry("prefill-first", "batching", "baseline: whole prompts, before any decode",
             "Kwon et al., SOSP 2023, arXiv 2309.06180", ".prefill_first", "PrefillFirst"),
         PolicyEntry("iteration-level", "batching", "baseline: whole prompts beside the decodes",
@@ -141,7 +149,7 @@ def resolve_scheduler(specification: str) -> ChosenPolicies:
     """
     chosen: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for part in split_specification(specification) or [specification]:
+    for part in split_specification(specification, param="scheduler"):
         name, _, settings = part.partition(":")
         if name not in POLICIES:
             nearest = nearest_name(name, list(POLICIES))
@@ -154,7 +162,9 @@ def resolve_scheduler(specification: str) -> ChosenPolicies:
                 param="scheduler",
             )
         chosen[decides] = name
-        given = parse_options(entry.load(), name, settings, known=list(entry.options()))
+        given = parse_options(
+            entry.load(), name, settings, known=list(entry.options()), param="scheduler"
+        )
         if entry.kind == "order":
             values["order"] = _build(entry.load(), **given)
         elif entry.kind == "layers":

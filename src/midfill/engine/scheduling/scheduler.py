@@ -5,7 +5,7 @@ published method per file, are found by name through ``registry.py``, and are pu
 ``engine/loading.py``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -179,6 +179,9 @@ class ScheduleState:
             meanwhile doesn't wait long; None where steps are not known to be slow.
         now: the time in seconds, on a clock that never runs backwards.
         total_slots: size of the KV pool in slots.
+        step_seconds: estimates the seconds of a step from its rows and the tokens that a row
+            attends to, on average; learned from the engine's own steps. None before there are any.
+        prefill_share: what the last plan gave prompts, see ``StepPlan``.
         pins: KV that is locked for programs whose next request is awaited.
     """
 
@@ -190,6 +193,8 @@ class ScheduleState:
     max_rows: int | None = None
     now: float = 0.0
     total_slots: int = 0
+    step_seconds: Callable[[int, float], float] | None = None
+    prefill_share: int | None = None
     pins: tuple[Pin, ...] = ()
 
     @property
@@ -242,6 +247,8 @@ class StepPlan:
             for these during the pass; afterwards they belong to the cache.
         drafts: sequences whose last token runs in this step, and how many drafted tokens run after
             it. Each is given slots for these; those of rejected tokens are freed after the pass.
+        prefill_share: how much of a step the policy gives prompts, in percent; the next state has
+            it. None where the policy divides nothing.
     """
 
     preempt: tuple[int, ...] = ()
@@ -253,6 +260,7 @@ class StepPlan:
     drafts: tuple[Chunk, ...] = ()
     layer_chunks: tuple[LayerChunk, ...] = ()
     too_large: tuple[int, ...] = ()
+    prefill_share: int | None = None
 
     @property
     def rows(self) -> int:

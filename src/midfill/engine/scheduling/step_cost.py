@@ -7,6 +7,8 @@ delay the answer to a keystroke too long.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from midfill.engine.scheduling.scheduler import ScheduleState, WaitingSequence
 
@@ -135,21 +137,18 @@ class StepTimeLimit:
         self._max_rows = max_rows
         self._steps = 0
 
-    def max_rows(self, state: ScheduleState) -> int | None:
-        """Return the maximum number of rows of the next step; None sets no limit."""
-        keys = _next_prompt_keys(state)
-        if self._steps < MIN_STEPS or keys is None:
-            return None
-        if self._cost.seconds(self._max_rows, keys) <= self._seconds:
-            return None
-        few, many = 1, self._max_rows
-        while many - few > 1:
-            rows = (few + many) // 2
-            if self._cost.seconds(rows, keys) <= self._seconds:
-                few = rows
-            else:
-                many = rows
-        return max(few, MIN_ROWS)
+    def inform(self, state: ScheduleState) -> ScheduleState:
+        """Return a state in which a policy finds what steps cost, and how many rows they may have.
+
+        The first steps are not judged, nor are those without prompts.
+        """
+        if self._steps < MIN_STEPS:
+            return state
+        state = replace(state, step_seconds=self._cost.seconds)
+        estimate = estimate_steps(state)
+        if estimate is None or estimate.seconds(self._max_rows) <= self._seconds:
+            return state
+        return replace(state, max_rows=max_rows_within(self._seconds, estimate, self._max_rows))
 
     def record_step(self, rows: int, keys: float, seconds: float) -> None:
         """Learn from the time that a step took; see ``StepCost.observe``."""
@@ -157,7 +156,64 @@ class StepTimeLimit:
         self._cost.observe(rows, keys, seconds)
 
 
-def _next_prompt_keys(state: ScheduleState) -> float | None:
+@dataclass(frozen=True)
+class StepEstimate:
+    """How long the next step would take with so many rows.
+
+    Attributes:
+        step_seconds: see ``ScheduleState``.
+        decodes: how many of the rows are decodes.
+        decode_keys: tokens that these attend to, all together.
+        prompt_keys: tokens that the next chunk of a prompt follows.
+    """
+
+    step_seconds: Callable[[int, float], float]
+    decodes: int
+    decode_keys: int
+    prompt_keys: int
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds of a step with all decodes and, if ``rows`` are more, a chunk."""
+        rows = max(rows, self.decodes, 1)
+        keys = self.decode_keys + (rows - self.decodes) * self.prompt_keys
+        return self.step_seconds(rows, keys / rows)
+
+
+def estimate_steps(state: ScheduleState) -> StepEstimate | None:
+    """Return what the next step would cost; None if no prompt is next, or nothing is known."""
+    prompt_keys = _next_prompt_keys(state)
+    if state.step_seconds is None or prompt_keys is None:
+        return None
+    lengths = [sequence.length for sequence in state.running if sequence.decoding]
+    return StepEstimate(state.step_seconds, len(lengths), sum(lengths), prompt_keys)
+
+
+def max_rows_within(
+    seconds: float, estimate: StepEstimate, largest: int, smallest: int = MIN_ROWS
+) -> int:
+    """Return the largest number of rows whose step takes no longer.
+
+    This is how Sarathi-Serve's token budget follows from a limit for the gap between two tokens
+    (Agrawal et al., OSDI 2024, arXiv 2403.02310, section 4.3), from costs that are measured as the
+    engine runs, and for the contexts that it has at the time.
+
+    Args:
+        seconds: that the step may take.
+        estimate: of the step.
+        largest: number of rows to consider.
+        smallest: number of rows where none is short enough.
+    """
+    few, many = 0, largest + 1
+    while many - few > 1:
+        rows = (few + many) // 2
+        if estimate.seconds(rows) <= seconds:
+            few = rows
+        else:
+            many = rows
+    return max(few, smallest)
+
+
+def _next_prompt_keys(state: ScheduleState) -> int | None:
     """Return how many tokens the next chunk of a prompt follows; None if no prompt is next."""
     prefilling = [sequence.computed for sequence in state.running if not sequence.decoding]
     if prefilling:

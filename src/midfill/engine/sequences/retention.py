@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from midfill.arrays import Int32Array
 from midfill.engine.scheduling.programs import FinishedTurn, Programs
 from midfill.engine.scheduling.scheduler import Pin, ProgramId, ScheduleState
 from midfill.engine.sequences.request_queues import RequestQueues
@@ -44,12 +43,11 @@ class Retention:
     Args:
         policy: decides for how long KV is kept, and what is released when slots are missing.
         programs: what is known of the programs.
-        tool_of: returns the name of the tool that an answer calls, from the answer's token ids; ""
-            if it calls none.
+        tool_of: returns the name of the tool that a sequence's answer calls; "" if it calls none.
     """
 
     def __init__(
-        self, policy: RetentionPolicy, programs: Programs, tool_of: Callable[[Int32Array], str]
+        self, policy: RetentionPolicy, programs: Programs, tool_of: Callable[[Sequence], str]
     ) -> None:
         self._policy = policy
         self._programs = programs
@@ -99,7 +97,7 @@ class Retention:
         program = sequence.hints.program
         if program is None:
             return
-        tool = self._tool_of(sequence.tokens[sequence.prompt_length :]) if complete else ""
+        tool = self._tool_of(sequence) if complete else ""
         computed = sequence.length - 1
         last = sequence.hints.last_step
         turn = self._programs.finish_turn(program, tool, computed, now, last_step=last)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_states import CacheFacts, decoding, prefilling
 
-from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.engine.scheduling.policies.sarathi_serve import MAX_BUDGET, SarathiServe
 from midfill.engine.scheduling.scheduler import (
     Chunk,
     RunningSequence,
@@ -212,6 +212,44 @@ class TestShortPromptsBesideLongOnes:
         for one in state.waiting[: len(admitted)]:
             available -= one.needs(state.cache.cached_prefix(one.sequence_id))
         assert not admitted or available >= 0
+
+
+class TestGap:
+    """The budget follows from what steps cost: here 5 ms, and 1 ms per row."""
+
+    def budget(self, gap: float, *running: RunningSequence, known: bool = True) -> int:
+        made = SarathiServe(token_budget=100, gap=gap).plan(
+            ScheduleState(
+                running,
+                (WaitingSequence(9, 5000),),
+                10_000,
+                CacheFacts(),
+                max_rows=40,
+                step_seconds=(lambda rows, keys: 0.005 + 0.001 * rows) if known else None,
+            )
+        )
+        return made.rows
+
+    def test_a_step_takes_no_longer(self) -> None:
+        assert self.budget(0.05) == pytest.approx(45, abs=1)
+        assert self.budget(0.05, decoding(1), decoding(2)) == pytest.approx(45, abs=1)
+        assert self.budget(1.0) == pytest.approx(995, abs=1)
+
+    def test_it_has_an_end(self) -> None:
+        assert self.budget(1000.0) == MAX_BUDGET
+
+    def test_prompts_go_on_where_no_step_is_short_enough(self) -> None:
+        assert self.budget(0.001) == 4
+        decodes = [decoding(number) for number in range(8)]
+        assert self.budget(0.001, *decodes) == 8 + 4
+
+    def test_before_costs_are_known_the_budget_is_the_given_one(self) -> None:
+        assert self.budget(0.05, known=False) == 100
+
+    @pytest.mark.parametrize("gap", [-1.0, float("nan"), float("inf")])
+    def test_what_is_no_time_is_refused(self, gap: float) -> None:
+        with pytest.raises(ValueError, match="gap must be a number of seconds"):
+            SarathiServe(gap=gap)
 
 
 class TestPreemption:

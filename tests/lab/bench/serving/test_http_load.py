@@ -49,6 +49,13 @@ def test_a_suffix_is_sent_or_laid_out() -> None:
     assert "midfill" not in laid_out
 
 
+def test_hints_are_sent_to_whom_they_are_for() -> None:
+    asked = request(program=3, is_last_turn=True, expected_tokens=20, priority=1)
+    hints = {"job_id": "program-3", "is_last_step": True, "expected_tokens": 20, "priority": 1}
+    assert hints.items() <= Target("m", sends_hints=True).body(asked, "x").items()
+    assert not set(hints) & set(Target("m").body(asked, "x"))
+
+
 def test_a_chat_gets_a_message() -> None:
     target = Target("m", endpoint="chat")
     assert target.path == "/chat/completions"

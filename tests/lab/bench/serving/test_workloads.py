@@ -34,7 +34,9 @@ def test_requests_are_numbered_and_first_turns_come_in_order(workload: str) -> N
     assert [request.index for request in requests] == list(range(48))
     first = [request.arrival for request in requests if not request.turn]
     assert first == sorted(first)
-    assert {request.deadline for request in requests} == {3.0}
+    deadlines = [request.deadline or 0.0 for request in requests]
+    assert 1.5 <= min(deadlines) < 2.0
+    assert 4.0 < max(deadlines) <= 4.5
     assert {request.tenant for request in requests} == {"tenant-0", "tenant-1"}
     assert all(request.max_tokens >= 1 and request.prompt for request in requests)
 
@@ -89,6 +91,34 @@ def test_each_turn_of_an_agent_follows_the_one_before() -> None:
             assert after[request.index - 1] == request
     assert {request.prompt[:200] for request in requests if not request.turn} == {
         requests[0].prompt[:200]
+    }
+
+
+def test_agents_say_what_continuum_asks_for() -> None:
+    requests = load("agents", requests=10, turns=4)
+    assert [request.hints.get("job_id") for request in requests[3:6]] == [
+        "program-0", "program-1", "program-1",
+    ]  # fmt: skip
+    last = [request.index for request in requests if request.hints.get("is_last_step")]
+    assert last == [3, 7, 9]
+    assert [request.index for request in requests if not request.tool] == last
+
+
+def test_tools_take_the_pause_on_average_and_differ() -> None:
+    seconds: dict[str, list[float]] = {}
+    requests = load("agents", requests=4000, turns=2, pause=2.0, characters=50)
+    for before, after in pairwise(requests):
+        if after.turn:
+            seconds.setdefault(before.tool, []).append(after.arrival)
+    assert mean([each for own in seconds.values() for each in own]) == pytest.approx(2.0, rel=0.1)
+    assert min(seconds["make"]) > max(seconds["grep"])
+
+
+def test_hints_say_what_a_client_knows() -> None:
+    hints = {request.kind: request.hints for request in load("mixed", output_tokens=40)}
+    assert hints == {
+        "chat": {"expected_tokens": 40},
+        "document": {"expected_tokens": 20, "priority": 1},
     }
 
 

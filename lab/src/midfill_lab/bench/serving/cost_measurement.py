@@ -19,12 +19,14 @@ from midfill.runners.forward.runner import Runner
 from midfill.system.machine import describe_machine
 from midfill_lab.bench.serving.step_costs import StepCosts, StepSample, StepWork, fit_costs
 
-_PROMPTS = (4, 12, 24, 48, 100, 300, 1000)
+_PROMPTS = (4, 12, 24, 48, 100, 180, 300, 1000)
 _SEQUENCES = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (32, 600)
 _MAX_TOKENS = 3000  # of all sequences that decode at once
 _DECODED = 6  # tokens of an answer
 _REPEATS = 2
+_SCHEDULER = "prefill-first"
+"""Runs whole prompts: others would cut them, on a slow machine into few rows only."""
 _WARM_UP = (64, 8)  # tokens of a prompt and its answer
 
 
@@ -60,14 +62,16 @@ def measure_costs(
     Args:
         checkpoint: the model.
         name: of the model, for the report.
-        options: how it is run; drafts and methods are left out.
+        options: how it is run; drafts, methods and its scheduler are left out.
         progress: called with what is being done.
 
     Raises:
         MidfillError: the model can't be loaded.
     """
     progress(f"loading {name}")
-    options = msgspec.structs.replace(options, speculation=False, method="none")
+    options = msgspec.structs.replace(
+        options, speculation=False, method="none", scheduler=_SCHEDULER
+    )
     engine, runner, info = load_engine(checkpoint, options, wrap=WorkRecorder)
     recorder = engine._runner
     assert isinstance(recorder, WorkRecorder)

@@ -33,12 +33,15 @@ class Target:
         endpoint: "completions", or "chat", where a prompt is a message.
         sentinels: PRE, SUF and MID, for a server that takes no suffix; None sends the suffix.
         api_keys: by tenant; tenants without one send none.
+        sends_hints: whether requests carry what midfill's schedulers look at; other servers may
+            refuse such fields.
     """
 
     model: str
     endpoint: Endpoint = "completions"
     sentinels: Sentinels | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)
+    sends_hints: bool = False
 
     @property
     def path(self) -> str:
@@ -60,6 +63,8 @@ class Target:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.sends_hints:
+            fields |= request.hints
         if request.suffix is not None:
             if self.sentinels is None:
                 return fields | {

@@ -20,6 +20,7 @@ from midfill.system.machine import describe_machine
 from midfill.system.python_child import python_command
 from midfill_lab.bench.clients import HttpClient, Sentinels
 from midfill_lab.bench.peers.process import ServerProcess, free_port
+from midfill_lab.bench.serving.batch_layout import LayoutName
 from midfill_lab.bench.serving.cost_measurement import measure_costs
 from midfill_lab.bench.serving.http_load import Endpoint, Target, run_load
 from midfill_lab.bench.serving.metrics import OK, Limits, RequestResult
@@ -57,6 +58,9 @@ class ServingPlan:
         endpoint: of a server.
         sentinels: for a server that takes no suffix.
         api_keys: of a running server, for one tenant after the other.
+        layout: of the rows of simulated steps.
+        sends_hints: whether a running server gets hints for its scheduler; one that is started
+            does.
     """
 
     workload: WorkloadOptions
@@ -68,6 +72,8 @@ class ServingPlan:
     endpoint: Endpoint = "completions"
     sentinels: Sentinels | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    layout: LayoutName = "ragged"
+    sends_hints: bool = False
 
 
 def measure_serving(plan: ServingPlan, progress: Progress = lambda _: None) -> ServingReport:
@@ -103,11 +109,19 @@ def measure_serving(plan: ServingPlan, progress: Progress = lambda _: None) -> S
         model=model,
         machine=describe_machine(),
         workload=plan.workload,
-        settings="served elsewhere" if plan.url else " ".join(serve_flags(plan.served)),
+        settings=_settings(plan),
         limits=plan.limits,
         runs=runs,
         costs=costs,
     )
+
+
+def _settings(plan: ServingPlan) -> str:
+    """Return how the model is served, in words."""
+    if plan.url:
+        return "served elsewhere"
+    layout = [] if plan.layout == "ragged" else [f"in {plan.layout} batches"]
+    return " ".join([*serve_flags(plan.served), *layout])
 
 
 def step_costs(plan: ServingPlan, progress: Progress) -> StepCosts:
@@ -130,7 +144,7 @@ def _measured_costs(plan: ServingPlan, progress: Progress) -> StepCosts:
 
 
 def _simulated_model(plan: ServingPlan, costs: StepCosts) -> SimulatedModel:
-    return SimulatedModel(_open(plan.served), costs, plan.served)
+    return SimulatedModel(_open(plan.served), costs, plan.served, plan.layout)
 
 
 def _open(served: ServeOptions) -> Checkpoint:
@@ -200,6 +214,7 @@ async def _load(
             endpoint=plan.endpoint,
             sentinels=plan.sentinels,
             api_keys=dict(zip(tenants, keys, strict=False)),
+            sends_hints=plan.url is None or plan.sends_hints,
         )
         probes = await probe(client, target)
         overhead = None if costs is None else request_overhead(probes, costs)

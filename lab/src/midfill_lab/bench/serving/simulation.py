@@ -9,7 +9,7 @@ not simulated, since which of them are accepted depends on the model.
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,10 +19,16 @@ import numpy as np
 from midfill.arrays import Float32Array, Float64Array, Int32Array
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.loading import scheduler_policy, step_limit
+from midfill.engine.loading import lookahead, retention, scheduler_policy, step_limit
 from midfill.engine.process.output_buffer import OutputBuffer
-from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
+from midfill.engine.request import (
+    EngineOutput,
+    EngineRequest,
+    EngineSamplingParams,
+    RequestHints,
+)
 from midfill.engine.scheduling.admission import Admission
+from midfill.engine.sequences.sequence import Sequence as EngineSequence
 from midfill.errors import InvalidRequestError, MidfillError, QueueFullError
 from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
@@ -36,6 +42,7 @@ from midfill.runners.forward.cells import CellLayout
 from midfill.runners.forward.logits import LogitsOps
 from midfill.serving.options import ServeOptions
 from midfill_lab.bench.documents import standard_library_documents
+from midfill_lab.bench.serving.batch_layout import LAYOUTS, LayoutName
 from midfill_lab.bench.serving.metrics import OK, UNSENT, RequestResult, request_result
 from midfill_lab.bench.serving.step_costs import StepCosts, StepWork
 from midfill_lab.bench.serving.workload import TimedRequest, followers, next_turn
@@ -87,6 +94,7 @@ class CostedRunner:
         slots: of the KV pool.
         clock: advanced by each pass.
         script: token ids that answers are pieces of.
+        work_of: what a batch computes, see ``batch_layout``.
     """
 
     logits_ops: LogitsOps = NUMPY_LOGITS
@@ -101,8 +109,10 @@ class CostedRunner:
         slots: int,
         clock: VirtualClock,
         script: Sequence[int],
+        work_of: Callable[[ForwardBatch], StepWork] = StepWork.of,
     ) -> None:
         self.config = config
+        self._work_of = work_of
         self.slots = slots
         self._costs = costs
         self._clock = clock
@@ -120,7 +130,7 @@ class CostedRunner:
 
     def forward(self, batch: ForwardBatch) -> Int32Array:
         """See ``Runner.forward``."""
-        self._clock.advance(self._costs.seconds(StepWork.of(batch)))
+        self._clock.advance(self._costs.seconds(self._work_of(batch)))
         return self._next_tokens(batch)
 
     def argmax_tokens(self, logits: Int32Array) -> list[int]:
@@ -141,7 +151,7 @@ class CostedRunner:
     ) -> Float64Array:
         """See ``Runner.run_layers``."""
         share = (end - first) / self.config.layers
-        self._clock.advance(self._costs.layers_seconds(StepWork.of(batch)) * share)
+        self._clock.advance(self._costs.layers_seconds(self._work_of(batch)) * share)
         return hidden
 
     def compute_logits(self, batch: ForwardBatch, hidden: Float64Array) -> Int32Array:
@@ -168,9 +178,17 @@ class SimulatedModel:
         checkpoint: the model.
         costs: what its steps cost.
         served: how it is served.
+        layout: how a step's rows lie.
     """
 
-    def __init__(self, checkpoint: Checkpoint, costs: StepCosts, served: ServeOptions) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        costs: StepCosts,
+        served: ServeOptions,
+        layout: LayoutName = "ragged",
+    ) -> None:
+        self.layout = layout
         self.checkpoint = checkpoint
         self.costs = costs
         self.served = served
@@ -191,17 +209,28 @@ class SimulatedModel:
         """Maximum tokens of a prompt and its answer."""
         return EngineOptions(context=self.options.context).context_of(self.checkpoint.config)
 
-    def engine(self, clock: VirtualClock) -> Engine:
-        """Return an engine whose steps advance a clock."""
+    def engine(self, clock: VirtualClock, tool_of: Callable[[EngineSequence], str]) -> Engine:
+        """Return an engine whose steps advance a clock.
+
+        Args:
+            clock: the clock.
+            tool_of: see ``Retention``.
+        """
         config, options = self.checkpoint.config, self.options
         script = answer_script(self.checkpoint.tokenizer)
-        runner = CostedRunner(config, self.costs, self.slots, clock, script)
+        work_of = LAYOUTS[self.layout]
+        runner = CostedRunner(config, self.costs, self.slots, clock, script, work_of)
         return Engine(
             runner,
             self.checkpoint.tokenizer.eos_token_ids,
-            EngineOptions(max_running=options.max_running, context=options.context),
+            EngineOptions(
+                max_running=options.max_running,
+                context=options.context,
+                lookahead=lookahead(options),
+            ),
             policy=scheduler_policy(options, config.layers),
             step_limit=step_limit(options),
+            retention=retention(options, tool_of),
             clock=clock,
         )
 
@@ -268,7 +297,7 @@ class _Simulation:
     def __init__(self, model: SimulatedModel, requests: Sequence[TimedRequest]) -> None:
         self._model = model
         self._clock = VirtualClock()
-        self._engine = model.engine(self._clock)
+        self._engine = model.engine(self._clock, self._tool_of)
         self._encoder = model.encoder()
         self._tokenizer = model.checkpoint.tokenizer
         self._buffer = OutputBuffer(self._tokenizer.token_bytes)
@@ -332,12 +361,15 @@ class _Simulation:
             request_id=f"{next(self._numbers)}",
             token_ids=prompt.token_ids,
             sampling=EngineSamplingParams(
-                max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True
+                max_tokens=request.max_tokens + bool(request.tool),
+                temperature=0.0,
+                ignore_eos=True,
             ),
             tenant=request.tenant,
-            stream_interval=self._model.served.stream_interval,
+            stream_interval=0.0 if request.tool else self._model.served.stream_interval,
             document=prompt.document,
             deadline=deadline,
+            hints=_hints(request),
         )
 
     # --- outputs ---
@@ -353,6 +385,12 @@ class _Simulation:
             answer.arrivals.append(now)
             answer.token_ids += output.token_ids
             answer.cached_tokens = output.cached_tokens or 0
+        if answer.due.request.tool and len(answer.token_ids) == answer.due.request.max_tokens:
+            # The answer calls a tool, and the server ends it there, as at a stop string.
+            self._engine.cancel(output.request_id)
+            del self._answering[output.request_id]
+            self._end(answer.due, answer, OK, now)
+            return
         if output.finish_reason is None:
             return
         del self._answering[output.request_id]
@@ -361,6 +399,11 @@ class _Simulation:
         self._end(answer.due, answer, status, now)
         if complete and self._model.served.idle_prefill:
             self._prefill_next(answer)
+
+    def _tool_of(self, sequence: EngineSequence) -> str:
+        """Return the tool that an answer of the load calls: what it says is no call of any."""
+        answer = self._answering.get(sequence.request_id)
+        return "" if answer is None else answer.due.request.tool
 
     def _end(self, due: _Due, answer: _Answering | None, status: str, now: float) -> None:
         """Record what became of a request; let its program go on, or end."""
@@ -418,6 +461,17 @@ class _Simulation:
 
 _STATUSES = {"expired": "deadline_exceeded"}
 """The server's codes for ends of an answer."""
+
+
+def _hints(request: TimedRequest) -> RequestHints:
+    """Return a request's hints, as the server makes them of the request's body."""
+    said = request.hints
+    return RequestHints(
+        priority=said.get("priority", 0),
+        expected_tokens=said.get("expected_tokens"),
+        program=said.get("job_id", ""),
+        last_step=said.get("is_last_step", False),
+    )
 
 
 def _source(request: TimedRequest, prompt: str) -> PromptSource:

@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,9 +29,9 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
         characters: of a prompt or a document, on average.
         output_tokens: of an answer, on average where answers differ.
         turns: of an agent's program.
-        pause: seconds that a tool takes between two turns, on average.
+        pause: seconds that a tool takes between two turns, on average over tools.
         batch: requests that share a prefix and arrive together.
-        deadline: seconds after which a client gives up; None waits for ever.
+        deadline: seconds after which a client gives up, on average; None waits for ever.
         seed: of all random choices.
 
     Raises:
@@ -83,6 +83,11 @@ class TimedRequest:
         program: the program that it is a turn of; None where it stands alone.
         turn: of the program, from 0.
         follows: ``index`` of the turn before; None for a first turn.
+        is_last_turn: whether it is the program's last.
+        tool: what the answer calls, whose result the next turn brings; "" for nothing.
+        priority: lower values are more important.
+        expected_tokens: what the client says of the answer's length, the mean of its kind; None
+            says nothing.
     """
 
     index: int
@@ -98,6 +103,21 @@ class TimedRequest:
     program: int | None = None
     turn: int = 0
     follows: int | None = None
+    is_last_turn: bool = False
+    tool: str = ""
+    priority: int = 0
+    expected_tokens: int | None = None
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """What the client says for the scheduler: fields of midfill's API that aren't defaults."""
+        said = {
+            "priority": self.priority or None,
+            "expected_tokens": self.expected_tokens,
+            "job_id": None if self.program is None else f"program-{self.program}",
+            "is_last_step": self.is_last_turn or None,
+        }
+        return {name: value for name, value in said.items() if value is not None}
 
 
 def arrival_times(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:

@@ -4,9 +4,12 @@ independent     prompts that share nothing; with a low burstiness they come in b
 editing         users who type, each in a document of its own that grows, and whose editors ask
                 again after every few keystrokes, whether or not the last answer has come
 agents          programs of several turns. A turn's prompt is that of the turn before, its
-                answer, and what a tool has found meanwhile
+                answer, and what a tool has found meanwhile; tools differ in how long they take
 shared-prefix   batches of requests that arrive together and begin with the same text
-mixed           a few long documents beside many short chats
+mixed           a few long documents beside many short chats, which are more important
+
+Requests carry the hints that a client could give: the expected length of the answer is the mean of
+its kind, and how long clients wait differs between them.
 """
 
 import heapq
@@ -14,6 +17,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from midfill_lab.bench.documents import document_pieces
 from midfill_lab.bench.editing import SESSION_KINDS, Round, edit_session
@@ -32,6 +36,8 @@ _LONG_SHARE, _LONG, _SHORT = 0.1, 5.0, 0.125
 """Of the mixed load: share of long documents; lengths as multiples of ``characters``."""
 _TOOL_SHARE = 0.25
 """What a tool finds is as long as this multiple of ``characters``."""
+_TOOLS = {"ls": (0.4, 0.1), "grep": (0.3, 0.4), "pytest": (0.2, 1.7), "make": (0.1, 5.0)}
+"""Share of the calls, and how long a call takes as a multiple of ``pause``, on average."""
 
 
 def make_requests(options: WorkloadOptions) -> list[TimedRequest]:
@@ -41,7 +47,14 @@ def make_requests(options: WorkloadOptions) -> list[TimedRequest]:
         OptionError: no request arrives within the duration.
     """
     requests = WORKLOADS[options.workload](options)
-    return [replace(request, deadline=options.deadline) for request in requests]
+    if options.deadline is None:
+        return list(requests)
+    rng = random.Random(f"{options.seed} deadlines")
+    deadlines = (options.deadline * rng.uniform(*_SPREAD) for _ in requests)
+    return [
+        replace(request, deadline=deadline)
+        for request, deadline in zip(requests, deadlines, strict=True)
+    ]
 
 
 class _Draws:
@@ -74,10 +87,16 @@ class _Draws:
             text += self.rng.choice(self.pieces)
         return text[: max(length, len("# \n") + 12)]
 
-    def output(self, multiple: float = 1.0) -> int:
-        """Return an answer's number of tokens."""
+    def output(self, multiple: float = 1.0) -> dict[str, Any]:
+        """Return the fields of an answer's number of tokens."""
         mean = self.options.output_tokens * multiple
-        return max(1, round(mean * self.rng.uniform(*_SPREAD)))
+        tokens = max(1, round(mean * self.rng.uniform(*_SPREAD)))
+        return {"max_tokens": tokens, "expected_tokens": max(1, round(mean))}
+
+    def tool(self) -> tuple[str, float]:
+        """Return a tool and the seconds that a call of it takes."""
+        (name,) = self.rng.choices(list(_TOOLS), [share for share, _ in _TOOLS.values()])
+        return name, self.options.pause * _TOOLS[name][1] * self.rng.uniform(*_SPREAD)
 
 
 def _independent(options: WorkloadOptions) -> list[TimedRequest]:
@@ -90,7 +109,7 @@ def _independent(options: WorkloadOptions) -> list[TimedRequest]:
                 index=index,
                 arrival=arrival,
                 prompt=draws.text(),
-                max_tokens=draws.output(),
+                **draws.output(),
                 user=user,
                 tenant=options.tenant_of(user),
             )
@@ -116,6 +135,7 @@ def _editing(options: WorkloadOptions) -> list[TimedRequest]:
                 prompt=round_.prefix,
                 suffix=round_.suffix,
                 max_tokens=options.output_tokens,
+                expected_tokens=options.output_tokens,
                 user=user,
                 tenant=options.tenant_of(user),
                 document=f"document-{user}",
@@ -162,21 +182,24 @@ def _agents(options: WorkloadOptions) -> list[TimedRequest]:
     programs = math.ceil(options.requests / options.turns)
     found: list[TimedRequest] = []
     for program, arrival in enumerate(draws.times(programs, 1.0 / options.turns)):
-        user = draws.user()
-        for turn in range(min(options.turns, options.requests - len(found))):
-            pause = draws.rng.expovariate(1.0 / options.pause) if options.pause else 0.0
-            text = draws.text(_TOOL_SHARE)
+        user, seconds = draws.user(), 0.0
+        turns = min(options.turns, options.requests - len(found))
+        for turn in range(turns):
+            text, waited, is_last = draws.text(_TOOL_SHARE), seconds, turn == turns - 1
+            tool, seconds = ("", 0.0) if is_last else draws.tool()
             found.append(
                 TimedRequest(
                     index=len(found),
-                    arrival=arrival if turn == 0 else pause,
-                    prompt=f"{instructions}\n{text}" if turn == 0 else f"\n{text}\n",
-                    max_tokens=draws.output(),
+                    arrival=waited if turn else arrival,
+                    prompt=f"\n{text}\n" if turn else f"{instructions}\n{text}",
+                    **draws.output(),
                     user=user,
                     tenant=options.tenant_of(user),
                     program=program,
                     turn=turn,
                     follows=len(found) - 1 if turn else None,
+                    is_last_turn=is_last,
+                    tool=tool,
                 )
             )
     return found
@@ -195,7 +218,7 @@ def _shared_prefix(options: WorkloadOptions) -> list[TimedRequest]:
                     index=len(found),
                     arrival=arrival,
                     prompt=f"{prefixes[user]}\n{draws.text(_SHORT)}",
-                    max_tokens=draws.output(),
+                    **draws.output(),
                     user=user,
                     tenant=options.tenant_of(user),
                     document=f"prefix-{user}",
@@ -214,7 +237,8 @@ def _mixed(options: WorkloadOptions) -> list[TimedRequest]:
                 index=index,
                 arrival=arrival,
                 prompt=draws.text(_LONG if is_long else _SHORT),
-                max_tokens=draws.output(0.5 if is_long else 1.0),
+                **draws.output(0.5 if is_long else 1.0),
+                priority=int(is_long),
                 kind="document" if is_long else "chat",
                 user=user,
                 tenant=options.tenant_of(user),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from midfill_lab.bench.serving.workload import WorkloadOptions
 
 WorkloadChoice = Literal["independent", "editing", "agents", "shared-prefix", "mixed"]
+LayoutChoice = Literal["ragged", "padded", "packed"]
 EndpointChoice = Literal["completions", "chat"]
 
 
@@ -65,7 +66,9 @@ class WorkloadFlags:
     ] = 8
     deadline: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="When clients give up; never, if not set."),
+        typer.Option(
+            metavar="SECONDS", help="When clients give up, on average; never, if not set."
+        ),
     ] = None
     seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0
 
@@ -109,6 +112,13 @@ class TargetFlags:
             " file.",
         ),
     ] = None
+    batch_layout: Annotated[
+        LayoutChoice,
+        typer.Option(
+            help="What a simulated step computes: each row once, as midfill does; prompts padded to"
+            " the longest; or prompts packed into rows as long as the longest (Prepacking)."
+        ),
+    ] = "ragged"
     endpoint: Annotated[
         EndpointChoice, typer.Option(help="Send prompts as completions, or as messages of a chat.")
     ] = "completions"
@@ -117,6 +127,14 @@ class TargetFlags:
         list[str] | None,
         typer.Option(help="Key of the server at --url; may be repeated, one per tenant."),
     ] = None
+    hints: Annotated[
+        bool,
+        typer.Option(
+            "--hints",
+            help="Send the server at --url what midfill's schedulers look at: priority, job_id,"
+            " is_last_step, expected_tokens.",
+        ),
+    ] = False
     goodput: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +162,10 @@ class TargetFlags:
             raise OptionError("--endpoint chat can't be simulated")
         if self.api_key and self.url is None:
             raise OptionError("--api-key is for a server at --url; a started one has its own")
+        if self.batch_layout != "ragged" and not self.simulate:
+            raise OptionError("--batch-layout is for --simulate; midfill's engine pads nothing")
+        if self.hints and self.url is None:
+            raise OptionError("--hints is for a server at --url; a started one gets them anyway")
         if self.check:
             return SERVER, SIMULATED
         return (SIMULATED,) if self.simulate else (SERVER,)
@@ -191,6 +213,8 @@ def serving(
         endpoint=target.endpoint,
         sentinels=target.fim_tokens,
         api_keys=tuple(target.api_key or ()),
+        layout=target.batch_layout,
+        sends_hints=target.hints,
     )
     with show_steps("making the load") as progress:
         report = measure_serving(plan, progress)

@@ -6,6 +6,7 @@ baseline: time to first token is short, and every running answer stalls for as l
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.scheduler import Chunk, ScheduleState, StepPlan
@@ -21,6 +22,8 @@ class WholePrompts(SarathiServe):
     """
 
     prefill_tokens: int = 2048
+
+    fixed_options: ClassVar[frozenset[str]] = frozenset({"gap", "short_share"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

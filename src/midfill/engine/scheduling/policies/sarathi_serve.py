@@ -5,7 +5,9 @@ OSDI 2024, arXiv 2403.02310, section 4.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
 
 from midfill.engine.scheduling.scheduler import (
     Chunk,
@@ -13,7 +15,12 @@ from midfill.engine.scheduling.scheduler import (
     StepPlan,
     WaitingSequence,
 )
+from midfill.engine.scheduling.step_cost import estimate_steps, max_rows_within
 
+MAX_BUDGET = 2048
+"""Maximum tokens per step where the time between tokens decides how many there are."""
+_SMALLEST_CHUNK = 4
+"""Tokens of prompts in a step where the decodes alone take as long as a gap may be."""
 _SHORT_FACTOR = 4
 """A prompt leaves a part of the budget to others that have this many times fewer tokens to run."""
 _MAX_CONSIDERED = 8
@@ -45,6 +52,11 @@ class SarathiServe:
             absence, and so does one that waits for it. Another addition; 0 is the paper's order.
         min_shared_rest: the same for a prompt of which nothing but the last token would be left.
             Some editors send each request several times at once.
+        gap: seconds; above 0, the longest time that a step with prompts should take, and so the
+            longest gap between two tokens of a running answer. The budget is then what fits by the
+            measured costs of steps, at most ``MAX_BUDGET``; ``token_budget`` is that of the first
+            steps, and ``ScheduleState.max_rows`` bounds nothing. Where the decodes alone take
+            longer, prompts still have a few rows.
     """
 
     token_budget: int = 128
@@ -52,15 +64,23 @@ class SarathiServe:
     short_share: float = 0.0
     min_shared_prefix: int = 32
     min_shared_rest: int = 4
+    gap: float = 0.0
+
+    fixed_options: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a subclass has no use for: no option of it sets them."""
 
     def __post_init__(self) -> None:
         if self.token_budget < 1 or self.max_running < 1:
             raise ValueError("token_budget and max_running must be at least 1")
         if not 0 <= self.short_share < 1:
             raise ValueError("short_share must be at least 0 and below 1")
+        if not 0 <= self.gap < inf:
+            raise ValueError("gap must be a number of seconds, at least 0")
 
     def plan(self, state: ScheduleState) -> StepPlan:
         """Return the plan of one step: decodes, then prompts already started, then new ones."""
+        if self.gap:
+            return self._within_gap(state).plan(replace(state, max_rows=None))
         decodes, victims, available = self.place_decodes(state)
         rows = len(decodes)
         chunks: list[Chunk] = []
@@ -74,7 +94,7 @@ class SarathiServe:
         later = [sequence.remaining for sequence in started] + queue
         for place, sequence in enumerate(started):
             left = self._left_to_short(state, sequence.remaining, later[place + 1 :], len(decodes))
-            tokens = self._chunk(state, sequence.remaining, rows + left)
+            tokens = self._chunk(state, sequence.computed, sequence.remaining, rows + left)
             if sequence.atomic_tokens:
                 tokens = self._whole(state, sequence.atomic_tokens, rows, len(decodes))
             if tokens:
@@ -86,6 +106,15 @@ class SarathiServe:
         if not victims:
             admit = self.admit(state, prefilling, rows, available, len(decodes), queue)
         return StepPlan(tuple(victims), tuple(decodes), tuple(chunks), tuple(admit))
+
+    def _within_gap(self, state: ScheduleState) -> "SarathiServe":
+        """Return the same policy with the budget that keeps the gap."""
+        estimate = estimate_steps(state)
+        budget = self.token_budget
+        if estimate is not None:
+            smallest = estimate.decodes + _SMALLEST_CHUNK
+            budget = max_rows_within(self.gap, estimate, MAX_BUDGET, smallest)
+        return replace(self, token_budget=budget, gap=0.0)
 
     def place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
         """Assign a slot to every decoding sequence; preempt the latest arrivals where none is left.
@@ -144,7 +173,7 @@ class SarathiServe:
             available -= sequence.needs(cached)
             remaining = sequence.length - cached.tokens
             left = self._left_to_short(state, remaining, queue[place + 1 :], decodes)
-            tokens = self._chunk(state, remaining, rows + left)
+            tokens = self._chunk(state, cached.tokens, remaining, rows + left)
             if left and not tokens:
                 tokens = 1  # admitted, it no longer keeps the others waiting
             if sequence.atomic_tokens:
@@ -201,10 +230,16 @@ class SarathiServe:
         rows = max(self._budget(state) - decodes, 0) - shortest
         return shortest + min(sum(shorter) - shortest, int(self.short_share * rows))
 
-    def _chunk(self, state: ScheduleState, remaining: int, rows: int) -> int:
+    def _chunk(self, state: ScheduleState, computed: int, remaining: int, rows: int) -> int:
         """Return how many tokens a prompt may run beside ``rows`` others.
 
         Decodes alone may exceed the budget.
+
+        Args:
+            state: the state.
+            computed: tokens of the prompt that are computed or cached.
+            remaining: tokens that it has to run.
+            rows: of the others.
         """
         return max(min(remaining, self._budget(state) - rows), 0)
 
