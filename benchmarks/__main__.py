@@ -35,7 +35,7 @@ COMMANDS = {
     "tables": "tables",
     "tenants": "tenants",
     "tiers": "tiers",
-    "train-plan": "training.commands",
+    "training-corpus": "training.commands",
 }
 """Command -> module that has a function, or a group of commands, of its name."""
 

@@ -1,7 +1,7 @@
 """What rounding costs: the CPU kernels' next-token distributions beside those of float32.
 
-The model goes without the adapter that a registered one has, over files that are in no manifest of
-training documents: an adapter would know its own training data, Python's standard library among it.
+The model goes without the adapter that a registered one has, over files of libraries that no
+adapter was trained on: an adapter would know its own training data.
 """
 
 import math
@@ -257,8 +257,8 @@ def precision_table(report: PrecisionReport) -> ResultTable:
         rows=[exact, *map(_cells, report.variants)],
         labels=2,
         caption=f"{report.model} without an adapter, layers stored as {report.stored.lower()}, "
-        f"{report.tokens:,} tokens of files of {report.text} that are in no manifest of an "
-        f"adapter's training documents, at most {report.window:,} of each; KL in nats per token, "
+        f"{report.tokens:,} tokens of files of {report.text}, which no adapter was trained on, "
+        f"at most {report.window:,} of each; KL in nats per token, "
         "from the float32 kernels with the same weights; activations that meet q4 or q8 are "
         "rounded to int8.",
     )

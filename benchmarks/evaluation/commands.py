@@ -84,16 +84,17 @@ def evaluation_page(
 
 def held_out(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Gets the folders python and javascript.")
+        Path, typer.Argument(metavar="FOLDER", help="Gets a folder for each language.")
     ],
 ) -> None:
     """Fetch held-out files: pinned packages that no adapter of midfill was trained on."""
-    from benchmarks.evaluation.held_out import fetch_held_out
+    from benchmarks.evaluation.held_out import SUFFIXES, fetch_held_out
     from midfill.cli.progress import show_progress
 
     with show_progress() as progress:
-        python, javascript = fetch_held_out(folder, progress)
-    typer.echo(
-        f"use them with:\n  midfill eval infilling --files {python}\n"
-        f"  midfill eval infilling --files {javascript} --suffixes .js"
-    )
+        fetch_held_out(folder, progress)
+    typer.echo("use them with:")
+    for language, suffixes in SUFFIXES.items():
+        typer.echo(
+            f"  midfill eval infilling --files {folder / language} --suffixes {','.join(suffixes)}"
+        )

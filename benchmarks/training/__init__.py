@@ -1,1 +1,1 @@
-"""How the default model's adapter is trained: plans of several stages over published packages."""
+"""The corpus that the default model's adapter is trained on: files of published packages."""

@@ -1,49 +1,36 @@
-"""python -m benchmarks train-plan: a training in stages, as the default model's adapter had."""
+"""python -m benchmarks training-corpus: what the default model's adapter is trained on."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+DEFAULT_CHARACTERS = 310_000_000
 
-def train_plan(
-    plan: Annotated[Path, typer.Argument(help="TOML file with stages; see docs/training.md.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for packages, stages and the adapter.")
+
+def training_corpus(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="Folder with lists of packages.")
     ],
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the packages and the corpus.")
+    ],
+    characters: Annotated[
+        int, typer.Option(min=1, help="Characters of the corpus.")
+    ] = DEFAULT_CHARACTERS,
 ) -> None:
-    """Train in the stages of a plan; the same command continues an interrupted run.
+    """Fetch the packages that a recipe names, and select a corpus of their files.
 
-    Fetches the packages that the plan names, trains stage after stage, and writes an adapter with
-    a record of all of them.
+    The same command continues where it was interrupted. Beside corpus.jsonl it writes
+    statistics.txt: languages, licences, and how many files were refused why.
     """
-    from rich.console import Console
-
+    from benchmarks.training.training_corpus import CORPUS, read_package_lists, write_corpus
     from midfill.cli.progress import show_progress
-    from midfill_lab.cli.training import open_base, public_name, require_training, train_and_finish
 
-    require_training()
-    import torch
-
-    from benchmarks.training.plan import join_stages, prepare_stages, read_plan
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    chosen = read_plan(plan)
-    checkpoint = open_base(chosen.model)
-    console = Console(stderr=True, highlight=False)
+    lists = read_package_lists(recipe)
     with show_progress() as progress:
-        stages = prepare_stages(
-            chosen,
-            checkpoint,
-            output,
-            base_name=public_name(chosen.model),
-            progress=progress,
-        )
-        first = next(stages, None)
-    for name, run in chain([] if first is None else [first], stages):
-        console.print(f"stage {name}")
-        train_and_finish(console, run)
-    console.print(f"adapter: {join_stages(chosen, output)}", soft_wrap=True)
+        statistics = write_corpus(lists, output, characters, progress)
+    typer.echo(
+        f"{output / CORPUS}: {sum(statistics.documents.values()):,} documents,"
+        f" {sum(statistics.characters.values()):,} characters"
+    )

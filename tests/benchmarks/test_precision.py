@@ -54,4 +54,4 @@ def test_the_report_says_what_was_compared(report: PrecisionReport) -> None:
     assert "| f32 (served) | f32 |" in text
     assert "| q4_1 (--weights q4) | i8 |" in text
     assert "without an adapter" in text
-    assert f"files of {report.text} that are in no manifest" in text
+    assert f"files of {report.text}, which no adapter was trained on" in text

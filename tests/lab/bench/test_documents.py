@@ -1,9 +1,6 @@
 """Text to measure with: real files, the same for a seed, and unseen where that matters."""
 
-import hashlib
-import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from tiny_gguf import write_gguf
@@ -11,11 +8,9 @@ from tiny_gguf import write_gguf
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer
-from midfill_lab.bench import documents
 from midfill_lab.bench.documents import (
     Prompts,
     standard_library_documents,
-    trained_hashes,
     unseen_documents,
 )
 
@@ -29,33 +24,12 @@ def test_documents_are_real_files_of_the_wanted_size_and_the_same_for_a_seed() -
         standard_library_documents(10**6)
 
 
-def test_manifests_of_shipped_adapters_are_known() -> None:
-    hashes = trained_hashes()
-    assert len(hashes) > 1000
-    assert all(len(value) == 64 for value in hashes)
-
-
-def test_unseen_documents_are_in_no_manifest_and_say_where_they_come_from() -> None:
+def test_unseen_documents_say_where_they_come_from() -> None:
     chosen = unseen_documents(5, seed=1)
     assert chosen == unseen_documents(5, seed=1)
     assert all(6000 <= len(text) <= 9000 for text in chosen.texts)
-    assert not trained_hashes() & {hashlib.sha256(t.encode()).hexdigest() for t in chosen.texts}
     assert "numpy" in chosen.source
     assert ("torch" in chosen.source) == (find_spec("torch") is not None)
-
-
-def test_documents_that_an_adapter_was_trained_on_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = unseen_documents(60).texts
-    trained = {hashlib.sha256(text.encode()).hexdigest() for text in chosen[:30]}
-    (tmp_path / "adapter").mkdir()
-    lines = [json.dumps({"name": "train/x.py", "sha256": value}) + "\n" for value in trained]
-    (tmp_path / "adapter" / "manifest.jsonl").write_text("".join(lines))
-    monkeypatch.setattr(documents, "SHIPPED_ADAPTERS", tmp_path)
-    left = {hashlib.sha256(text.encode()).hexdigest() for text in unseen_documents(60).texts}
-    assert trained == trained_hashes()
-    assert not trained & left
     with pytest.raises(MidfillError, match="wanted files are in numba"):
         unseen_documents(10**6)
 

@@ -124,6 +124,13 @@ def test_a_record_is_a_document(tmp_path: Path, field: str) -> None:
     ]
 
 
+def test_a_record_may_name_its_package(tmp_path: Path) -> None:
+    records = [{"text": "a", "package": each} for each in ("attrs==25.4.0", None, 3)]
+    path = write_jsonl(tmp_path / "d.jsonl", *records)
+    packages = [each.package for each in read_record_documents(path)]
+    assert packages == ["attrs==25.4.0", None, None]
+
+
 def test_records_without_a_name_are_numbered_from_0(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", {"text": "a"}, {"text": "b"})
     assert [each.name for each in read_record_documents(path)] == ["d.jsonl:0", "d.jsonl:1"]

@@ -120,6 +120,11 @@ class TestContamination:
         spread = self.COPIED.replace(" ", "\n    ")
         assert filter.accept(document(f"{GOOD}{spread}\n")) is None
 
+    def test_a_refused_document_leaves_no_trace(self) -> None:
+        filter = DocumentFilter(protected=[words(9)])
+        assert filter.accept(document(f"{GOOD}{self.COPIED}\n")) is None
+        assert filter.accept(document(GOOD)) == GOOD
+
     def test_marks_count_as_words(self) -> None:
         assert list(ngrams("f(x, y)", 6)) == [("f", "(", "x", ",", "y", ")")]
         assert list(ngrams("f(x, y)", 7)) == []

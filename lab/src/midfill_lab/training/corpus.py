@@ -26,6 +26,7 @@ RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 _TEXT_FIELDS = ("text", "content", "code")
 _LICENCE_FIELDS = ("license", "licence", "licenses", "max_stars_repo_licenses")
 _NAME_FIELDS = ("path", "name", "id", "task_id")
+_PACKAGE_FIELD = "package"
 _SKIPPED_FOLDERS = frozenset({"__pycache__", ".git", ".hg", "node_modules", ".venv"})
 _SHUFFLE_BUFFER = 4096  # records held while a file that is read in order is shuffled
 
@@ -38,8 +39,8 @@ class Document:
         name: path or key, for the data manifest and for messages.
         content: the file's bytes; text from JSONL and parquet is encoded as UTF-8.
         licence: SPDX identifier; None where it is unknown.
-        package: name and version of the package it was fetched with, which a file
-            ``PACKAGE_RECORD`` names in the folder below its root; None otherwise.
+        package: name and version of its package, which a file ``PACKAGE_RECORD`` names in the
+            folder below its root, or a record in its field "package"; None otherwise.
     """
 
     name: str
@@ -186,7 +187,7 @@ def read_record_documents(path: Path) -> Iterator[Document]:
     Raises:
         MidfillError: the file is broken or a record has no text.
     """
-    fields = (*_TEXT_FIELDS, *_LICENCE_FIELDS, *_NAME_FIELDS)
+    fields = (*_TEXT_FIELDS, *_LICENCE_FIELDS, *_NAME_FIELDS, _PACKAGE_FIELD)
     for number, row in enumerate(read_records(path, fields), 1):
         text = next((row[key] for key in _TEXT_FIELDS if isinstance(row.get(key), str)), None)
         if not isinstance(text, str):
@@ -197,10 +198,12 @@ def read_record_documents(path: Path) -> Iterator[Document]:
         name = next((str(row[key]) for key in _NAME_FIELDS if row.get(key)), str(number - 1))
         licence = next((row[key] for key in _LICENCE_FIELDS if row.get(key)), None)
         named = licence if isinstance(licence, list) else [] if licence is None else [licence]
+        package = row.get(_PACKAGE_FIELD)
         yield Document(
             f"{path.name}:{name}",
             text.encode("utf-8", "surrogatepass"),
             spdx_of_all([str(each) for each in named]),
+            package if isinstance(package, str) else None,
         )
 
 
