@@ -50,11 +50,11 @@ bool ring_push(struct ring *ring, unsigned char byte)
 
 bool ring_pop(struct ring *ring, unsigned char *byte)
 {
-    if (‸ring_is_empty(ring)‸)
+    if (ring_is_empty(ring))
         return false;
     *byte = ring->bytes[ring->first];
     ring->first = (ring->first + 1) % CAPACITY;
-    ring->count--;
+    ‸ring->count--;‸
     return true;
 }
 `;var Vu=`// A ring buffer of fixed size.
