@@ -9,6 +9,7 @@ from midfill.infill.suggestion import (
     leaves_string_open,
     repeats_line_above,
     suggestion,
+    takes_closing_bracket,
     without_loop,
 )
 
@@ -50,6 +51,31 @@ def test_a_bracket_is_open_unless_what_follows_closes_it(
 )
 def test_a_string_is_open_unless_its_line_closes_it(text: str, suffix: str, is_open: bool) -> None:
     assert leaves_string_open(text, suffix) is is_open
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "suffix", "is_taken"),
+    [
+        ("if (", "is_empty(ring", ")\n    return;", True),
+        ("if (", "is_empty(ring)", ")\n    return;", False),
+        ("if (", "is_empty(ring", "))\n    return;", False),
+        ("f(g[", "h[1", "])", True),
+        ("f(g[", "h[1]", "])", False),
+        ("run(() => ", "{", "\n});", False),
+        ("run(() => ", "{", ");", True),
+        ("f(a, ", "b).g(c", ")", False),  # closes one, opens one
+        ("f(", "g(", "", False),  # nothing was closed before: see leaves_bracket_open
+        ("x = ", "g(", ")", False),
+    ],
+)
+def test_an_answer_must_not_need_the_bracket_that_its_line_needs(
+    line: str, text: str, suffix: str, is_taken: bool
+) -> None:
+    assert takes_closing_bracket(text, line, suffix) is is_taken
+
+
+def test_an_answer_that_takes_its_lines_bracket_is_not_shown() -> None:
+    assert suggestion("is_empty(ring", "    if (", ")\n        return;\n") == ""
 
 
 @pytest.mark.parametrize(

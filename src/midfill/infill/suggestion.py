@@ -6,9 +6,9 @@ ended because it reached its maximum length, to the last line end. A text that r
 where it begins to do so. What is left is not shown if it is blank, or only repeats the line above.
 
 Like ``trim``, this looks at characters only: brackets and quotes as most languages have them. Curly
-brackets are not looked at: a block that an answer opens may well be closed by what follows. On
-held-out lines in six languages, none of 1,980 right texts was cut for an open bracket, and all of
-the 45 answers that were cut for one were wrong.
+brackets alone are no reason: a block that an answer opens may well be closed by what follows. On
+held-out files in six languages, none of 1,980 right lines was cut for an open bracket, nor of 4,744
+right texts in the middle of lines, and all of the 45 answers that were cut for one were wrong.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,11 @@ def suggestion(answer: str, prefix: str, suffix: str, *, broken_off: bool = Fals
     text = without_loop(answer)
     line = prefix[prefix.rfind("\n") + 1 :]
     for part in _whole_lines(text, broken_off and text == answer):
-        if not (leaves_bracket_open(part, suffix) or leaves_string_open(line + part, suffix)):
+        if not (
+            leaves_bracket_open(part, suffix)
+            or takes_closing_bracket(part, line, suffix)
+            or leaves_string_open(line + part, suffix)
+        ):
             text = part
             break
     else:
@@ -54,13 +58,34 @@ def _whole_lines(text: str, broken_off: bool) -> Iterator[str]:
 
 def leaves_bracket_open(text: str, suffix: str) -> bool:
     """Return whether a text opens a round or square bracket that the suffix doesn't close."""
-    missing = [_CLOSERS.get(opener, "}") for opener in reversed(open_brackets(text)[0])]
+    missing = _missing_closers(text)
     if not any(closer != "}" for closer in missing):
         return False
     coming = _unmatched_closers(suffix[:_MAX_SUFFIX])
     while missing and coming and missing[0] == coming[0]:
         del missing[0], coming[0]
     return any(closer != "}" for closer in missing)
+
+
+def takes_closing_bracket(text: str, line: str, suffix: str) -> bool:
+    """Return whether a text needs a closing bracket of the suffix that the caret's line needs, too.
+
+    In ``if (‸)``, the text ``is_empty(ring`` would leave the first bracket open.
+
+    Args:
+        text: the text at the caret.
+        line: the caret's line before it.
+        suffix: the text after the caret.
+    """
+    coming = _unmatched_closers(suffix[:_MAX_SUFFIX])
+    before, after = _missing_closers(line), _missing_closers(line + text)
+    was_closed = bool(before) and coming[: len(before)] == before
+    return was_closed and coming[: len(after)] != after
+
+
+def _missing_closers(text: str) -> list[str]:
+    """Return what would close the brackets that a text leaves open, the innermost first."""
+    return [_CLOSERS.get(opener, "}") for opener in reversed(open_brackets(text)[0])]
 
 
 def _unmatched_closers(text: str) -> list[str]:
