@@ -74,6 +74,21 @@ def test_an_answer_must_not_need_the_bracket_that_its_line_needs(
     assert takes_closing_bracket(text, line, suffix) is is_taken
 
 
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "shown"),
+    [
+        ("    return ", "\n", "a + b"),
+        ("    return ", "", "a + b"),
+        ("    return ", " * 2\n", "a + b\n\n"),
+        ("def f(a, b):\n", "c = 1\n", "a + b\n\n"),  # whole lines keep their ends
+    ],
+)
+def test_blank_lines_after_the_carets_line_are_not_shown(
+    prefix: str, suffix: str, shown: str
+) -> None:
+    assert suggestion("a + b\n\n", prefix, suffix) == shown
+
+
 def test_an_answer_that_takes_its_lines_bracket_is_not_shown() -> None:
     assert suggestion("is_empty(ring", "    if (", ")\n        return;\n") == ""
 

@@ -44,6 +44,8 @@ def suggestion(answer: str, prefix: str, suffix: str, *, broken_off: bool = Fals
             break
     else:
         return ""
+    if line.strip() and suffix[:1] in ("", "\n"):
+        text = text.rstrip()  # blank lines after the caret's line add nothing
     return "" if not text.strip() or repeats_line_above(text, prefix) else text
 
 
