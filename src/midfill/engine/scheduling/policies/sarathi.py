@@ -51,6 +51,6 @@ class Sarathi(SarathiServe):
         return SarathiServe.plan(one_chunk, shown)
 
     def rows(self, decodes: int) -> int:
-        """Return how many rows a step has with a chunk beside so many decodes."""
+        """Return the rows of a step with a chunk beside so many decodes."""
         tiles = max(self.token_budget // self.tile, decodes // self.tile + 1)
         return tiles * self.tile

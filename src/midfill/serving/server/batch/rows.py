@@ -178,7 +178,7 @@ class RowFile:
 
 
 def count_rows(path: Path) -> int:
-    """Return how many rows a file has, valid or not: its lines that aren't empty.
+    """Count the rows of a file, valid or not: its lines that aren't empty.
 
     Raises:
         MidfillError: it can't be read.
