@@ -26,6 +26,7 @@ from midfill.infill.template import read_template
 from midfill.infill.window import WindowRule
 from midfill.models.checkpoints.checkpoint import (
     FRAGMENTS_KEY,
+    RAW_BOS_KEY,
     SNIPPETS_KEY,
     Checkpoint,
     DescribedModel,
@@ -36,6 +37,7 @@ from midfill.models.checkpoints.model_record import (
     empty_threshold_of,
     end_bias_of,
     opens_lines_of,
+    raw_bos_of,
     snippet_characters_of,
     window_rule_of,
 )
@@ -85,6 +87,7 @@ class PromptEncoder:
         format: the same.
         window: the rule for requests that bring none.
         snippet_characters: likewise.
+        raw_bos: the token that raw prompts begin with, or None.
     """
 
     def __init__(
@@ -121,7 +124,10 @@ class PromptEncoder:
             opens_lines=opens_lines_of(checkpoint),
         )
         self._planner = Planner(format, self._planner_options)
-        self._layouts = LayoutEncoder(checkpoint.tokenizer, max_bytes=document_memory // 4)
+        self.raw_bos = raw_bos_of(checkpoint)
+        self._layouts = LayoutEncoder(
+            checkpoint.tokenizer, max_bytes=document_memory // 4, raw_bos=self.raw_bos
+        )
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = chat_template_of(checkpoint.tokenizer)
         self._limit = ContextLimit(context, checkpoint.tokenizer.longest_token())
@@ -444,6 +450,8 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
         text += " opens lines"
     if SNIPPETS_KEY in checkpoint.metadata:
         text += f" snippets {snippet_characters_of(checkpoint)}"
+    if RAW_BOS_KEY in checkpoint.metadata:
+        text += f" raw prompts after {raw_bos_of(checkpoint)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -26,6 +26,7 @@ from midfill.models.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
     end_bias_of,
+    raw_bos_of,
     snippet_characters_of,
     window_rule_of,
     write_cut,
@@ -223,6 +224,33 @@ def test_raw_prompts_and_models_that_say_nothing_have_no_bias(folder: Path) -> N
     checkpoint = open_checkpoint(folder)
     raw = PromptEncoder(checkpoint, fim_format(checkpoint), 4000).raw("a = ")
     assert raw.request("1", SamplingParams()).sampling.logit_bias == {}
+
+
+def test_raw_prompts_begin_with_the_token_that_a_model_names(folder: Path) -> None:
+    tokenizer = open_checkpoint(folder).tokenizer
+    name, token = next(iter(tokenizer.special_tokens.items()))
+    request = InfillRequest(prefix="a = ", suffix="\nb\n")
+    for record, bos in (({}, None), ({"raw_prompt": {"bos": name}}, token)):
+        write(folder, record)
+        checkpoint = open_checkpoint(folder)
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+        assert prompts.raw_bos == bos
+        begun = [] if bos is None else [bos]
+        assert list(prompts.raw("a = ").token_ids) == [*begun, *tokenizer.encode("a = ")]
+        assert token != prompts.infill(request).token_ids[0]
+
+
+@pytest.mark.parametrize("bos", ["", 0, None, ["<s>"]])
+def test_a_nonsense_token_is_one_error(folder: Path, bos: object) -> None:
+    write(folder, {"raw_prompt": {"bos": bos}})
+    with pytest.raises(CheckpointError, match=r"'raw_prompt\.bos' must be the text of a token"):
+        open_checkpoint(folder)
+
+
+def test_a_token_that_the_model_lacks_is_one_error(folder: Path) -> None:
+    write(folder, {"raw_prompt": {"bos": "<nowhere>"}})
+    with pytest.raises(CheckpointError, match='the model has no token "<nowhere>"'):
+        raw_bos_of(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("value", ["2", None, True, 101, -1e9, float("nan"), [1]])

@@ -32,6 +32,7 @@ from midfill.models.checkpoints.checkpoint import (
     END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
     OPENS_LINES_KEY,
+    RAW_BOS_KEY,
     WINDOW_AFTER_KEY,
     Checkpoint,
 )
@@ -313,6 +314,7 @@ class TestMetadata:
             (END_BIAS_KEY, 1.0, 2.0),
             (EMPTY_THRESHOLD_KEY, 0.3, 0.2),
             (OPENS_LINES_KEY, True, False),
+            (RAW_BOS_KEY, "<s>", "<e>"),
         ],
     )
     def test_needs_are_the_adapters_never_the_bases(

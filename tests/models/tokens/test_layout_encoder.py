@@ -21,7 +21,7 @@ SENTINELS = ("<PRE>", "<SUF>", "<MID>")
 CORPUS = [Path(__file__).read_text(encoding="utf-8")]
 
 
-def byte_level() -> Tokenizer:
+def byte_level(*, add_bos: bool = True) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def byte_level() -> Tokenizer:
         trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),
     )
     backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", *SENTINELS)])
-    return Tokenizer(backend, bos_token_id=backend.token_to_id("<s>"), add_bos=True)
+    return Tokenizer(backend, bos_token_id=backend.token_to_id("<s>"), add_bos=add_bos)
 
 
 def sentencepiece_like() -> Tokenizer:
@@ -132,6 +132,22 @@ def test_bos_comes_first_and_once() -> None:
     assert encode_layout(spelled_out, tokenizer) == encode_layout(left_out, tokenizer)
     assert encode_layout(left_out, tokenizer)[0] == bos
     assert encode_layout(PromptLayout(segments=(), layout="verbatim"), tokenizer) == [bos]
+
+
+def test_raw_prompts_alone_begin_with_the_token_that_a_model_names() -> None:
+    tokenizer = byte_level(add_bos=False)
+    end = tokenizer.special_tokens["<MID>"]
+    encoder = LayoutEncoder(tokenizer, raw_bos=end)
+
+    def ids(text: str, role: str, layout: str) -> list[int]:
+        return encoder.encode(PromptLayout(segments=(TextSegment(text, role),), layout=layout))
+
+    text = tokenizer.encode("a")
+    assert ids("a", "raw", "verbatim") == [end, *text]
+    assert encoder.encode(PromptLayout(segments=(), layout="verbatim")) == [end]
+    for begun in ("<s>", "<PRE>"):
+        assert ids(begun + "a", "raw", "verbatim") == [tokenizer.special_tokens[begun], *text]
+    assert ids("a", "prefix", "psm") == ids("a", "prefix", "prefix-only") == text
 
 
 def test_a_prompt_without_sentinels_is_a_text_of_its_own() -> None:

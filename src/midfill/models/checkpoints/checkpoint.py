@@ -40,6 +40,7 @@ CONFIDENCE_THRESHOLD_KEY = "midfill.confidence.threshold"
 """Metadata keys: how sure answers are, and should be in an editor, see ``infill/confidence.py``."""
 
 OPENS_LINES_KEY = "midfill.opens_lines"
+RAW_BOS_KEY = "midfill.raw_prompt_bos"
 """Metadata key: true where a caret at the start of a line that has text is to be answered as on an
 empty line above it, see ``infill/planner.py``."""
 

@@ -7,15 +7,16 @@
     "empty": {"threshold": 0.15, "measured": {...}}
     "confidence": {"line": [...], "start": [...], "threshold": 0.5, "measured": {...}}
     "line_start": {"opens_line": true, "measured": {...}}
+    "raw_prompt": {"bos": "<|endoftext|>", "measured": {...}}
 
 It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
 ``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
 ``midfill.snippets.characters``, ``midfill.end_logit_bias``, ``midfill.empty_threshold``,
-``midfill.confidence.line``, ``midfill.confidence.start``, ``midfill.confidence.threshold`` and
-``midfill.opens_lines`` instead. ``infill/prefix_cut.py``, ``infill/window.py``,
-``infill/context_files.py``, ``engine/sampling/empty_answer.py``, ``infill/confidence.py`` and
-``infill/planner.py`` explain them. An estimator of confidence is five numbers: the intercept and
-the weights of the features, in the order of ``Features``.
+``midfill.confidence.line``, ``midfill.confidence.start``, ``midfill.confidence.threshold``,
+``midfill.opens_lines`` and ``midfill.raw_prompt_bos`` instead. ``infill/prefix_cut.py``,
+``infill/window.py``, ``infill/context_files.py``, ``engine/sampling/empty_answer.py``,
+``infill/confidence.py`` and ``infill/planner.py`` explain them. An estimator of confidence is five
+numbers: the intercept and the weights of the features, in the order of ``Features``.
 """
 
 import json
@@ -38,6 +39,7 @@ from midfill.models.checkpoints.checkpoint import (
     END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
     OPENS_LINES_KEY,
+    RAW_BOS_KEY,
     SNIPPETS_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
@@ -131,6 +133,12 @@ def _flag(value: object, path: Path, field: str) -> bool:
     return value
 
 
+def _token(value: object, path: Path, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise CheckpointError(f"{path}: {field!r} must be the text of a token, not {_short(value)}")
+    return value
+
+
 def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else f"{text[:40]}..."
@@ -148,6 +156,7 @@ _CONFIDENCE_LINE = _Need[tuple[float, ...]](CONFIDENCE_LINE_KEY, (), _estimator)
 _CONFIDENCE_START = _Need[tuple[float, ...]](CONFIDENCE_START_KEY, (), _estimator)
 _CONFIDENCE_THRESHOLD = _Need(CONFIDENCE_THRESHOLD_KEY, 0.0, _number(0.0, 1.0))
 _OPENS_LINES = _Need(OPENS_LINES_KEY, False, _flag)
+_RAW_BOS = _Need(RAW_BOS_KEY, "", _token)
 
 _SECTIONS: Mapping[str, Mapping[str, _Need[Any]]] = {
     "cut": {"least_increment": _LEAST_INCREMENT},
@@ -160,6 +169,7 @@ _SECTIONS: Mapping[str, Mapping[str, _Need[Any]]] = {
         "threshold": _CONFIDENCE_THRESHOLD,
     },
     "line_start": {"opens_line": _OPENS_LINES},
+    "raw_prompt": {"bos": _RAW_BOS},
     "window": {"before": _WINDOW_BEFORE, "after": _WINDOW_AFTER},
 }
 """What the sections of a midfill.json state. "cut" may hold nothing but how it was measured."""
@@ -250,6 +260,25 @@ def opens_lines_of(checkpoint: DescribedModel) -> bool:
     See ``planner.opened_line_break``.
     """
     return _OPENS_LINES.of(checkpoint)
+
+
+def raw_bos_of(checkpoint: DescribedModel) -> int | None:
+    """Return the token that begins raw prompts; None if there is none.
+
+    That is the tokenizer's own unless the model's metadata names another one. A model that was
+    trained on nothing but FIM prompts has never seen a text that no control token precedes, and
+    goes on badly from one, whatever its tokenizer says of BOS.
+
+    Raises:
+        CheckpointError: the model has no such token.
+    """
+    tokenizer = checkpoint.tokenizer
+    text = _RAW_BOS.of(checkpoint)
+    if not text:
+        return tokenizer.bos_token_id if tokenizer.add_bos else None
+    if text not in tokenizer.special_tokens:
+        raise CheckpointError(f"{checkpoint.path}: the model has no token {_short(text)}")
+    return tokenizer.special_tokens[text]
 
 
 def check_folder(folder: Path, keys: str) -> None:

@@ -32,6 +32,8 @@ class LayoutEncoder:
     Args:
         tokenizer: the model's tokenizer.
         max_bytes: memory for segments and their ids; the least recently used are dropped first.
+        raw_bos: the token that goes before raw prompts that no control token begins; None for the
+            tokenizer's BOS, where it adds one.
 
     Attributes:
         max_bytes: see above.
@@ -39,9 +41,14 @@ class LayoutEncoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, max_bytes: int = DEFAULT_DOCUMENT_MEMORY // 4
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_bytes: int = DEFAULT_DOCUMENT_MEMORY // 4,
+        raw_bos: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._raw_bos = raw_bos
         self.max_bytes = max_bytes
         self.held_bytes = 0
         self._ids: OrderedDict[str, Sequence[int]] = OrderedDict()
@@ -53,11 +60,17 @@ class LayoutEncoder:
     def encode_parts(self, layout: PromptLayout) -> list[Sequence[int]]:
         """Return the same ids in parts: BOS (empty where none is added), then each segment."""
         parts = [self._segment_ids(segment, layout) for segment in layout.segments]
-        bos = self._tokenizer.bos_token_id
-        # A raw prompt may spell its own BOS; there must never be two.
         first = next((part[0] for part in parts if part), None)
-        added = [bos] if self._tokenizer.add_bos and bos is not None and first != bos else []
-        return [added, *parts]
+        bos = self._bos(layout, first)
+        return [[] if bos is None else [bos], *parts]
+
+    def _bos(self, layout: PromptLayout, first: int | None) -> int | None:
+        """Return the BOS that goes before a prompt, if any, given the prompt's first token."""
+        bos = self._tokenizer.bos_token_id if self._tokenizer.add_bos else None
+        if layout.layout == "verbatim" and self._raw_bos is not None:
+            begun = first is not None and not self._tokenizer.token_bytes(first)
+            return None if begun else self._raw_bos
+        return bos if bos != first else None  # text may spell its own BOS
 
     def count(self, text: str) -> int:
         """Return how many tokens a text has as a segment of its own."""

@@ -318,6 +318,11 @@ class ModelService:
         return self._prompts.window
 
     @property
+    def raw_bos(self) -> int | None:
+        """The token that raw prompts begin with; None if there is none."""
+        return self._prompts.raw_bos
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._prompts.has_chat_template

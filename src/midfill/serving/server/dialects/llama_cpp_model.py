@@ -77,7 +77,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             raise InvalidRequestError.of_field(
                 "content", f"has {size} bytes; at most {MAX_TOKENIZED_BYTES} are accepted"
             )
-        content = await service.call_apart(tokenized, tokenizer, body)
+        content = await service.call_apart(tokenized, tokenizer, body, service.raw_bos)
         return Response(content, media_type="application/json")
 
     @router.post("/detokenize", openapi_extra=body_reference(DetokenizeBody))
@@ -90,11 +90,11 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
-def tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> bytes:
+def tokenized(tokenizer: Tokenizer, body: TokenizeBody, raw_bos: int | None) -> bytes:
     """Return the answer of /tokenize, put together from short pieces; see ``call_apart``."""
     ids = tokenizer.encode(body.content, parse_special=body.parse_special is not False)
-    if body.add_special and tokenizer.add_bos and tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id, *ids]
+    if body.add_special and raw_bos is not None:
+        ids = [raw_bos, *ids]
     parts = []
     for start in range(0, len(ids), _PART):
         part: list[object] = list(ids[start : start + _PART])
