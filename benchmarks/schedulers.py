@@ -98,6 +98,7 @@ def _rows(*schedulers: str) -> tuple[Row, ...]:
 _BATCHING = (
     _DEFAULT,
     "sarathi-serve:short_share=0",
+    "shortest-first",
     "sarathi-serve:gap=0.05",
     "sarathi-serve:gap=0.2",
     "dynamic-chunks",
@@ -170,7 +171,11 @@ COMPARISONS = {
             "longest-prefix", "hit-rate", "nexus", "layered-prefill", "prefill-first",
             "request-level",
         )
-        + tuple(Row(scheduler, utilisation=0.4) for scheduler in (_DEFAULT, "shortest-first")),
+        + tuple(
+            Row(scheduler, utilisation=utilisation)
+            for utilisation in (0.2, 0.4, 0.6)
+            for scheduler in (_DEFAULT, "shortest-first")
+        ),
         ("ttft p50", "ttft p95", "itl p99", "e2el mean", "good"),
     ),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from made_step_costs import STEP_COSTS
 from tiny_checkpoints import write_tiny
 
 from benchmarks.schedulers import (
@@ -17,7 +18,6 @@ from benchmarks.schedulers import (
     scheduler_tables,
 )
 from midfill.engine.scheduling.registry import resolve_scheduler
-from midfill.system.machine import describe_machine
 from midfill_lab.bench.serving.step_costs import StepCosts
 
 
@@ -28,18 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def costs() -> StepCosts:
-    return StepCosts(
-        model="tiny",
-        machine=describe_machine(),
-        engine="made-up",
-        slots=32_768,
-        slot_bytes=1024,
-        rows=(0.004, 0.0045, 0.005, 0.006, 0.008, 0.012, 0.02, 0.036, 0.07),
-        output=1e-4,
-        request=1e-5,
-        key_read=1e-7,
-        key_pair=1e-8,
-    )
+    return STEP_COSTS
 
 
 @pytest.mark.parametrize("name", COMPARISONS)

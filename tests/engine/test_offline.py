@@ -1,10 +1,12 @@
 """Offline requests: what nobody waits for costs those nothing who do, and answers the same."""
 
+import pytest
 from toy_engine import engine, prompt, sampling, truth
+from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineOutput, EngineRequest, RequestHints
-from serving import background, request, serve
+from serving import background, build_engine, request, serve
 
 OFFLINE = RequestHints(offline=True)
 
@@ -55,6 +57,37 @@ def test_what_was_computed_before_an_interruption_is_not_computed_again() -> Non
     serve(one)
     # A token runs again whose logits are needed.
     assert one.stats().computed_tokens <= 150 + 11 + 20 + 11 + 1
+
+
+class MinuteHand:
+    """A clock on which each step takes a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    perf_counter = monotonic
+
+
+@pytest.mark.parametrize("max_running", [1, 4])
+def test_rows_are_answered_though_the_server_never_pauses(max_running: int) -> None:
+    clock = MinuteHand()
+    one = build_engine(ToyRunner(512), max_running=max_running, clock=clock)
+    rows = [row(number) for number in range(3)]
+    for each in rows:
+        one.add(each)
+    answers: dict[str, list[int]] = {}
+    while one.stats().waiting or one.stats().running:
+        if clock.seconds < 150:  # more than can be answered
+            one.add(request(f"online {clock.seconds}", prompt(20, int(clock.seconds))))
+        clock.seconds += 1.0
+        for output in one.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.request_id == "row 2" and output.finish_reason:
+                assert 60 < clock.seconds < 150
+    assert [answers[each.request_id] for each in rows] == [truth(each.token_ids) for each in rows]
 
 
 def test_background_prompts_come_before_rows() -> None:

@@ -18,6 +18,7 @@ from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
 from midfill.engine.scheduling.policies.online_first import OnlineFirst
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
+from midfill.engine.scheduling.scheduler import SchedulerPolicy
 from midfill.engine.scheduling.step_cost import StepCost
 from midfill.engine.step.speculation import Speculation
 from midfill.kv.tiers.warm_tier import WarmTier
@@ -86,13 +87,15 @@ def build_engine(
     by_layers: bool = False,
     warm_tier: WarmTier | None = None,
     clock: Clock = time,
+    batching: SchedulerPolicy | None = None,
 ) -> Engine:
     """Build an engine with the policies that are served, sized for the test.
 
     ``step_cost`` decides which drafts pay; None turns speculation off. Requests may name
     ``methods``. With ``by_layers``, prompts that exceed the budget are prefilled by layers.
+    ``batching`` replaces Sarathi-Serve; its token budget is its own.
     """
-    chunked = SarathiServe(token_budget, max_running)
+    chunked = batching or SarathiServe(token_budget, max_running)
     policy = LayeredPrefill(chunked, runner.config.layers, every_prompt=by_layers)
     speculation = None
     if step_cost is not None:

@@ -105,6 +105,8 @@ class WaitingQueue:
     def head(self, limit: int, lookahead: int = 0) -> list[Sequence]:
         """Return the sequences to admit next; at least one if there is any.
 
+        Offline ones follow where no others wait, or the first of them alone behind these.
+
         Args:
             limit: maximum number of sequences.
             lookahead: for a policy that chooses among more than it can admit: up to so many where
@@ -113,6 +115,10 @@ class WaitingQueue:
         limit = max(limit, lookahead, 1)
         if not self._turns and not self._resuming:
             return list(islice(self._offline.values(), limit))
+        return self._online(limit, lookahead) + list(islice(self._offline.values(), 1))
+
+    def _online(self, limit: int, lookahead: int) -> list[Sequence]:
+        """Return the head of those that are not offline; see ``head``."""
         chosen = [
             sequence for sequence, _ in zip(self._resuming.values(), range(limit), strict=False)
         ]

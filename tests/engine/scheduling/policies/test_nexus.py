@@ -5,7 +5,7 @@ operators of the longer of compute and memory.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -16,12 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_states import CacheFacts, decoding, prefilling
 from step_simulation import Job, Progress, Simulation, linear_cost, mean_ttft
+from toy_engine import prompt, sampling, truth
+from toy_runner import ToyRunner
 
+from midfill.engine.request import EngineRequest
 from midfill.engine.scheduling.policies.nexus import Nexus, adjust_share
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.shortest_first import ShortestPromptFirst
-from midfill.engine.scheduling.scheduler import RunningSequence, ScheduleState, WaitingSequence
+from midfill.engine.scheduling.scheduler import (
+    RunningSequence,
+    SchedulerPolicy,
+    ScheduleState,
+    StepPlan,
+    WaitingSequence,
+)
+from serving import build_engine, request, serve
 
 
 @dataclass(frozen=True)
@@ -244,11 +254,30 @@ class TestHysteresis:
         assert gap == pytest.approx(restless_gap, rel=0.05)
 
 
+class Reactive(Nexus):
+    """The baseline that follows what steps have taken, instead of what the next one will take."""
+
+    def plan(self, state: ScheduleState) -> StepPlan:
+        share = 50 if state.prefill_share is None else state.prefill_share
+        if last := getattr(self, "last", None):
+            began, decodes = last
+            slow = state.now - began > self.decode_slack * linear_cost(decodes)
+            share = max(share - 10, 10) if slow else min(share + 10, 90)
+        plan = Nexus.plan(replace(self, share=share), state)
+        object.__setattr__(self, "last", (state.now, max(len(plan.decodes), 1)))
+        return plan
+
+
+def percentile_95(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[int(0.95 * len(ordered))]
+
+
 class TestControl:
     """Bursts of prompts beside long answers: a chunk that follows the load, or a fixed one."""
 
-    def jobs(self) -> list[Job]:
-        chance = random.Random(5)
+    def jobs(self, seed: int = 5) -> list[Job]:
+        chance = random.Random(seed)
         answers = [Job(0.0, 40, 400) for _ in range(3)]
         bursts = [
             Job(3.0 * burst + 0.01 * n, chance.choice((30, 60, 800)), chance.choice((10, 40)))
@@ -257,8 +286,9 @@ class TestControl:
         ]
         return [*answers, *bursts]
 
-    def run(self, policy: SarathiServe) -> list[Progress]:
-        return Simulation(policy, cost_is_known=True, max_running=40, lookahead=64).run(self.jobs())
+    def run(self, policy: SchedulerPolicy, seed: int = 5) -> list[Progress]:
+        simulation = Simulation(policy, cost_is_known=True, max_running=40, lookahead=64)
+        return simulation.run(self.jobs(seed))
 
     def longest_gap(self, jobs: list[Progress]) -> float:
         return max(gap for job in jobs for gap in job.gaps)
@@ -277,6 +307,26 @@ class TestControl:
                 slack = 6.0 * linear_cost(len(plan.decodes))
                 assert linear_cost(plan.rows) < slack + linear_cost(policy.chunk_rows(6))
 
+    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize(
+        "baseline", [SarathiServe(256, 40), Nexus(256, 40, share=50)], ids=["hybrid", "static"]
+    )
+    def test_the_whole_method_beats_a_fixed_chunk_in_both(
+        self, baseline: SarathiServe, seed: int
+    ) -> None:
+        whole = OrderedAdmission(Nexus(256, 40, decode_slack=6.0), ShortestPromptFirst())
+        ours, theirs = self.run(whole, seed), self.run(baseline, seed)
+        assert mean_ttft(ours) < mean_ttft(theirs)
+        gaps, their_gaps = ([gap for job in jobs for gap in job.gaps] for jobs in (ours, theirs))
+        assert percentile_95(gaps) < percentile_95(their_gaps)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_looking_ahead_bounds_gaps_that_a_reaction_comes_too_late_for(self, seed: int) -> None:
+        ahead = self.run(Nexus(256, 40, decode_slack=6.0), seed)
+        reactive = self.run(Reactive(256, 40, decode_slack=6.0), seed)
+        assert self.longest_gap(ahead) < self.longest_gap(reactive)
+        assert mean_ttft(ahead) < 1.05 * mean_ttft(reactive)
+
     def test_the_paper_s_order_lowers_the_mean_time_to_the_first_token(self) -> None:
         ordered = OrderedAdmission(Nexus(256, 40), ShortestPromptFirst())
         simulation = Simulation(ordered, cost_is_known=True, max_running=40)
@@ -292,6 +342,29 @@ class TestControl:
             )
             preempted[threshold] = sum(each.preemptions for each in simulation.run(jobs))
         assert preempted[0.7] < preempted[1.0]
+
+
+class RandomShares(Nexus):
+    """Chooses any share in any step."""
+
+    def prefill_share(self, state: ScheduleState) -> int:
+        return 1 + hash(tuple(each.computed for each in state.running)) % 99
+
+
+def test_a_thousand_requests_are_answered_alike_whatever_the_shares_and_leave_no_slot() -> None:
+    one = build_engine(ToyRunner(1024), max_running=24, batching=RandomShares(48, 24))
+    chance = random.Random(3)
+    prompts = [prompt(chance.randint(1, 60), seed=n % 300) for n in range(1000)]
+    arrivals: dict[int, list[EngineRequest]] = {}
+    for n, tokens in enumerate(prompts):
+        answer = sampling(max_tokens=chance.randint(1, 8))
+        arrivals.setdefault(n // 4, []).append(request(f"r{n}", tokens, answer))
+    answers = serve(one, [], arrivals)
+    assert len(answers) == 1000
+    for n in range(0, 1000, 25):
+        found = answers[f"r{n}", 0].tokens
+        assert found == truth(prompts[n], len(found))
+    assert one._queues.pool.available == one._queues.pool.slots.total
 
 
 @pytest.mark.parametrize(

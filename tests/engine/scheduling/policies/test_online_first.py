@@ -29,8 +29,9 @@ def plan(
     background: tuple[WaitingSequence, ...] = (),
     policy: OnlineFirst = POLICY,
     max_rows: int | None = None,
+    now: float = 0.0,
 ) -> StepPlan:
-    state = ScheduleState(running, waiting, 1000, CacheFacts(), background, max_rows)
+    state = ScheduleState(running, waiting, 1000, CacheFacts(), background, max_rows, now=now)
     return policy.plan(state)
 
 
@@ -71,6 +72,36 @@ def test_they_stay_away_until_all_others_are_done() -> None:
     assert plan((), waiting, background) == StepPlan(background=(Chunk(4, 20),))
 
 
-def test_a_step_has_at_least_one_row() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        OnlineFirst(SarathiServe(), max_rows=0)
+class TestWhoHasWaitedLong:
+    """One sequence, the first to arrive, is planned like an online one."""
+
+    NOW = POLICY.max_wait + 1.0
+
+    def queued(self, sequence_id: int, arrived: float = 0.0) -> WaitingSequence:
+        return WaitingSequence(sequence_id, 20, arrived=arrived, hints=OFFLINE)
+
+    def test_is_admitted_before_others_that_wait(self) -> None:
+        waiting = (WaitingSequence(3, 90), self.queued(1), self.queued(2))
+        found = plan((decoding(4),), waiting, now=self.NOW)
+        assert found == StepPlan(decodes=(4,), admit=(Chunk(1, 20), Chunk(3, 11)))
+        assert plan((decoding(4),), waiting[1:], now=self.NOW - 2.0) == StepPlan(decodes=(4,))
+
+    def test_stays_when_the_others_leave(self) -> None:
+        rows = (offline(decoding(1)), offline(decoding(2)))
+        assert plan((*rows, decoding(3)), now=self.NOW) == StepPlan(preempt=(2,))
+        assert plan((rows[0], decoding(3)), now=self.NOW) == StepPlan(decodes=(1, 3))
+
+    def test_is_the_first_to_arrive(self) -> None:
+        late = offline(decoding(2))._replace(arrived=0.5)
+        waiting = (self.queued(1, arrived=0.0),)
+        assert plan((late, decoding(3)), waiting, now=self.NOW) == StepPlan(preempt=(2,))
+
+    def test_is_planned_with_the_other_offline_ones_where_nobody_else_is_there(self) -> None:
+        waiting = (self.queued(1), self.queued(2))
+        assert plan(waiting=waiting, now=self.NOW) == plan(waiting=waiting)
+
+
+@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"max_wait": 0.0}, {"max_wait": -1.0}])
+def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"at least 1|above 0"):
+        OnlineFirst(SarathiServe(), **settings)

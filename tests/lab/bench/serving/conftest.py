@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from made_step_costs import STEP_COSTS
 from tiny_checkpoints import write_tiny
 
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.options import ServeOptions
-from midfill.system.machine import describe_machine
 from midfill_lab.bench.serving.simulation import SimulatedModel
 from midfill_lab.bench.serving.step_costs import StepCosts
 
@@ -19,19 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def costs() -> StepCosts:
-    return StepCosts(
-        model="tiny",
-        machine=describe_machine(),
-        engine="made-up",
-        slots=32_768,
-        slot_bytes=1024,
-        rows=(0.004, 0.0045, 0.005, 0.006, 0.008, 0.012, 0.02, 0.036, 0.07),
-        output=1e-4,
-        request=1e-5,
-        key_read=1e-7,
-        key_pair=1e-8,
-        request_seconds=0.002,
-    )
+    return STEP_COSTS
 
 
 @pytest.fixture(scope="session")

@@ -7,31 +7,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from made_step_costs import STEP_COSTS
 
 from midfill.errors import MidfillError
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.system.machine import describe_machine
 from midfill_lab.bench.serving.step_costs import (
-    StepCosts,
     StepSample,
     StepWork,
     averaged,
     fit_costs,
     nonnegative_least_squares,
     read_costs,
-)
-
-COSTS = StepCosts(
-    model="made-up",
-    machine=describe_machine(),
-    engine="none",
-    slots=4096,
-    slot_bytes=100,
-    rows=(0.002, 0.0025, 0.003, 0.004, 0.006, 0.009, 0.017, 0.033, 0.066),
-    output=2e-4,
-    request=1e-5,
-    key_read=2e-7,
-    key_pair=1e-8,
 )
 
 
@@ -43,23 +29,31 @@ def samples(noise: Callable[[], float] = lambda: 1.0) -> list[StepSample]:
             requests, context = rng.randint(1, rows), rng.choice((20, 400, 1500))
             outputs = rng.randint(0, requests)
             work = StepWork(rows, outputs, requests, requests * context, rows * context)
-            found.append(StepSample(work, COSTS.seconds(work) * noise()))
+            found.append(StepSample(work, STEP_COSTS.seconds(work) * noise()))
     return found
 
 
 def test_costs_are_found_again() -> None:
     fitted = fit_costs(samples())
-    assert fitted.rows == pytest.approx(COSTS.rows)
-    assert fitted.output == pytest.approx(COSTS.output)
-    assert fitted.key_read == pytest.approx(COSTS.key_read)
-    assert fitted.key_pair == pytest.approx(COSTS.key_pair)
+    assert fitted.rows == pytest.approx(STEP_COSTS.rows)
+    assert fitted.output == pytest.approx(STEP_COSTS.output)
+    assert fitted.key_read == pytest.approx(STEP_COSTS.key_read)
+    assert fitted.key_pair == pytest.approx(STEP_COSTS.key_pair)
     assert fitted.error < 1e-6
 
 
 def test_interrupted_steps_say_little() -> None:
     rng = random.Random(2)
     fitted = fit_costs(samples(lambda: 5.0 if rng.random() < 0.2 else 1.0))
-    assert fitted.rows == pytest.approx(COSTS.rows, rel=0.2)
+    assert fitted.rows == pytest.approx(STEP_COSTS.rows, rel=0.2)
+
+
+def test_the_error_is_that_on_steps_that_nothing_was_fitted_to() -> None:
+    rng = random.Random(4)
+    fitted = fit_costs(samples(lambda: rng.gauss(1.0, 0.1)))
+    assert fitted.error == pytest.approx(0.0674, rel=0.3)  # of a normal distribution
+    few = samples(lambda: rng.gauss(1.0, 0.1))[::6]
+    assert fit_costs(few).error > fitted.error
 
 
 def test_more_rows_never_take_less() -> None:
@@ -75,11 +69,11 @@ def test_sizes_that_no_step_had_cost_in_proportion() -> None:
 
 def test_between_knots_costs_are_interpolated_and_beyond_them_in_proportion() -> None:
     def seconds(rows: int) -> float:
-        return COSTS.layers_seconds(StepWork(rows, 0, 0, 0, 0))
+        return STEP_COSTS.layers_seconds(StepWork(rows, 0, 0, 0, 0))
 
-    assert seconds(8) == pytest.approx(0.004)
-    assert seconds(12) == pytest.approx(0.005)
-    assert seconds(512) == pytest.approx(0.132)
+    assert seconds(8) == pytest.approx(0.006)
+    assert seconds(12) == pytest.approx(0.007)
+    assert seconds(512) == pytest.approx(0.14)
 
 
 def test_too_few_steps() -> None:
@@ -103,11 +97,14 @@ def test_the_work_of_a_batch() -> None:
 
 def test_two_measurements_are_averaged() -> None:
     slower = msgspec.structs.replace(
-        COSTS, rows=tuple(3 * each for each in COSTS.rows), output=3 * COSTS.output, error=0.2
+        STEP_COSTS,
+        rows=tuple(3 * each for each in STEP_COSTS.rows),
+        output=3 * STEP_COSTS.output,
+        error=0.2,
     )
-    both = averaged(COSTS, slower)
-    assert both.rows == pytest.approx([2 * each for each in COSTS.rows])
-    assert (both.output, both.error) == (pytest.approx(2 * COSTS.output), pytest.approx(0.1))
+    both = averaged(STEP_COSTS, slower)
+    assert both.rows == pytest.approx([2 * each for each in STEP_COSTS.rows])
+    assert (both.output, both.error) == (pytest.approx(2 * STEP_COSTS.output), pytest.approx(0.1))
     assert 2.5 < both.drift < 3.0
 
 
@@ -124,8 +121,8 @@ def test_no_solution_is_negative() -> None:
 
 def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_bytes(msgspec.json.encode(COSTS))
-    assert read_costs(path) == COSTS
+    path.write_bytes(msgspec.json.encode(STEP_COSTS))
+    assert read_costs(path) == STEP_COSTS
     path.write_text("{}")
     with pytest.raises(MidfillError, match="holds no step costs"):
         read_costs(path)

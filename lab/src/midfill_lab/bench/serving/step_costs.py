@@ -73,7 +73,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         rows: of steps with so many rows, ``KNOTS``.
         output, request: of each row with logits, of each request.
         key_read, key_pair: of attention.
-        error: median of the relative deviation of measured steps from these costs.
+        error: median of the relative deviation of measured steps from costs that were fitted to
+            the other half of them.
         request_seconds: that each request takes outside of steps: HTTP, tokenising, messages.
         drift: how many times as long steps took in the later of two measurements, ``averaged``.
     """
@@ -156,17 +157,11 @@ def fit_costs(samples: Sequence[StepSample]) -> FittedCosts:
     Raises:
         MidfillError: there are too few steps.
     """
-    if len(samples) <= len(KNOTS):
+    if len(samples) <= 2 * len(KNOTS):
         raise MidfillError(f"{len(samples)} steps are too few to tell what steps cost")
     matrix = np.array([[*_climbs(work.rows), *work[1:]] for work, _ in samples])
     seconds = np.array([sample.seconds for sample in samples])
-    expected, weights = seconds, np.ones(len(samples))
-    for _ in range(_ROUNDS):
-        factors = np.sqrt(weights) / expected
-        costs = nonnegative_least_squares(matrix * factors[:, None], seconds * factors)
-        expected = np.maximum(matrix @ costs, 0.1 * seconds)
-        deviations = np.abs(seconds / expected - 1.0)
-        weights = 1.0 / np.maximum(deviations, _SMALL)
+    costs = _fit(matrix, seconds)
     output, request, key_read, key_pair = map(float, costs[len(KNOTS) :])
     return FittedCosts(
         rows=_filled(costs[: len(KNOTS)], matrix),
@@ -174,8 +169,30 @@ def fit_costs(samples: Sequence[StepSample]) -> FittedCosts:
         request=request,
         key_read=key_read,
         key_pair=key_pair,
-        error=float(np.median(deviations)),
+        error=_held_out_error(matrix, seconds),
     )
+
+
+def _fit(matrix: Float64Array, seconds: Float64Array) -> Float64Array:
+    """Return the cost of each column of ``matrix``; see ``fit_costs``."""
+    expected, weights = seconds, np.ones(len(seconds))
+    for _ in range(_ROUNDS):
+        factors = np.sqrt(weights) / expected
+        costs = nonnegative_least_squares(matrix * factors[:, None], seconds * factors)
+        expected = np.maximum(matrix @ costs, 0.1 * seconds)
+        deviations = np.abs(seconds / expected - 1.0)
+        weights = 1.0 / np.maximum(deviations, _SMALL)
+    return costs
+
+
+def _held_out_error(matrix: Float64Array, seconds: Float64Array) -> float:
+    """Return the median of the relative deviation of each half from a fit to the other one."""
+    expected = np.empty(len(seconds))
+    for half in (slice(0, None, 2), slice(1, None, 2)):
+        others = np.ones(len(seconds), bool)
+        others[half] = False
+        expected[half] = matrix[half] @ _fit(matrix[others], seconds[others])
+    return float(np.median(np.abs(expected / seconds - 1.0)))
 
 
 def _climbs(rows: int) -> Float64Array:
