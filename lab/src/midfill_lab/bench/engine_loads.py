@@ -24,8 +24,6 @@ from midfill.runners.cpu.runner import CpuRunner
 from midfill_lab.bench.roofline.work import Rows
 
 _WARM_UP_REPEATS = 50
-_SMALLEST_CHUNK = 16
-"""Tokens of a prompt beside streams that a step runs at least, unless steps take very long."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +34,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         streams: requests at once.
         context: tokens per request that are cached before.
         rows: tokens to compute per request and repeat; 1 decodes.
-        prompt: tokens of a new prompt that is computed beside the streams while they decode; a
-            repeat takes from its arrival to its first token. 0 for none.
+        prompt: tokens of a new prompt that is computed beside the streams while they decode, from
+            the same context each time; a repeat takes from its arrival to its first token. 0 for
+            none.
         repeats: how often it is measured.
     """
 
@@ -153,42 +152,44 @@ class LoadBench:
         Raises:
             MidfillError: a stream ended before.
         """
-        if load.decodes:
-            names = self._start_streams(load)
-            yield self._prefill_beside(load) if load.prompt else self._decode
-            if not self._step().issuperset(names):
-                raise MidfillError(
-                    f"{load.name}: answers ended before the measurement did, since the prompts"
-                    " beside them took very many steps; measure with shorter ones"
-                )
-            for name in names:
-                self._engine.cancel(name)
-            self._finish()
+        prompts = [self._tokens(load.context) for _ in range(load.streams)]
+        self._cache(prompts)
+        if not load.decodes:
+            yield lambda repeats: self._extend(load, prompts, repeats)
+        elif load.prompt:
+            yield lambda repeats: self._prefill_beside(load, prompts, repeats)
         else:
-            yield self._extend(load)
+            with self._streaming(load, prompts):
+                yield self._decode
 
     @staticmethod
     def answer_tokens(load: Load) -> int:
         """Return how many tokens each stream of a load may answer."""
         if not load.decodes:
             return 1
-        return load.streams + load.repeats * (1 + load.prompt // _SMALLEST_CHUNK) + 1
-
-    def _start_streams(self, load: Load) -> list[str]:
-        """Start the streams and return their names once each has its first token."""
-        prompts = [self._tokens(load.context) for _ in range(load.streams)]
-        self._cache(prompts)
-        names = [self._ask(prompt, self.answer_tokens(load)) for prompt in prompts]
-        begun: set[str] = set()
-        while len(begun) < load.streams:
-            begun.update(self._step())
-        return names
+        # The first streams answer while the last ones begin, and at most one token of a prompt
+        # beside them is computed in each step.
+        return load.streams + (load.prompt or load.repeats) + 1
 
     def _cache(self, prompts: list[list[int]]) -> None:
         """Compute prompts, so that who asks with them again continues at once."""
         for prompt in prompts:
             if prompt:
                 self._ask(prompt, 1)
+        self._finish()
+
+    @contextmanager
+    def _streaming(self, load: Load, prompts: list[list[int]]) -> Iterator[None]:
+        """Have streams answer cached prompts, from when all have their first token."""
+        names = [self._ask(prompt, self.answer_tokens(load)) for prompt in prompts]
+        begun: set[str] = set()
+        while len(begun) < load.streams:
+            begun.update(self._step())
+        yield
+        if not self._step().issuperset(names):
+            raise MidfillError(f"{load.name}: an answer ended before the measurement did")
+        for name in names:
+            self._engine.cancel(name)
         self._finish()
 
     def _decode(self, repeats: int) -> Reading:
@@ -198,33 +199,26 @@ class LoadBench:
             self._step()
         return self._read().since(before, repeats)
 
-    def _prefill_beside(self, load: Load) -> Spend:
-        """Return what computes new prompts while the streams decode."""
-
-        def spend(repeats: int) -> Reading:
-            before = self._read()
-            for _ in range(repeats):
+    def _prefill_beside(self, load: Load, prompts: list[list[int]], repeats: int) -> Reading:
+        """Compute new prompts while streams decode, which begin anew with each."""
+        spent = []
+        for _ in range(repeats):
+            with self._streaming(load, prompts):
+                before = self._read()
                 name = self._ask(self._tokens(load.prompt), 1)
                 while name not in self._step():
                     pass
-            return self._read().since(before, repeats)
+                spent.append(self._read().since(before, 1))
+        return Reading(*(sum(clocks) / repeats for clocks in zip(*spent, strict=True)))
 
-        return spend
-
-    def _extend(self, load: Load) -> Spend:
-        """Return what runs requests whose cached prompts grow by tokens that are new each time."""
-        prompts = [self._tokens(load.context) for _ in range(load.streams)]
-        self._cache(prompts)
-
-        def spend(repeats: int) -> Reading:
-            before = self._read()
-            for _ in range(repeats):
-                for prompt in prompts:
-                    self._ask(prompt + self._tokens(load.rows), 1)
-                self._finish()
-            return self._read().since(before, repeats)
-
-        return spend
+    def _extend(self, load: Load, prompts: list[list[int]], repeats: int) -> Reading:
+        """Run requests whose cached prompts grow by tokens that are new each time."""
+        before = self._read()
+        for _ in range(repeats):
+            for prompt in prompts:
+                self._ask(prompt + self._tokens(load.rows), 1)
+            self._finish()
+        return self._read().since(before, repeats)
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(100, self._runner.config.vocab) for _ in range(count)]
@@ -266,16 +260,14 @@ def steps_of(load: Load, done: int, repeats: int, steps: int) -> list[list[Rows]
         steps: that a repeat takes; a prompt beside streams is cut into as many equal parts, and
             other prompts are taken as one.
     """
-    middle = done + (repeats - 1) // 2
     if not load.decodes:
         return [[Rows(load.streams, load.context, load.rows)]]
     if not load.prompt:
-        return [[Rows(load.streams, load.context + middle)]]
+        return [[Rows(load.streams, load.context + done + (repeats - 1) // 2)]]
     cuts = [load.prompt * number // steps for number in range(steps + 1)]
-    streams = load.context + middle * steps
     return [
         [
-            Rows(load.streams, streams + number),
+            Rows(load.streams, load.context + number),
             Rows(1, start, end - start, outputs=int(end == load.prompt)),
         ]
         for number, (start, end) in enumerate(itertools.pairwise(cuts))

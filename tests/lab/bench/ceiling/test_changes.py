@@ -83,3 +83,18 @@ def test_kv_is_more_bytes_than_the_weights_from_a_context_on() -> None:
 
     assert read(context - 1) <= MODEL.weight_bytes < read(context)
     assert find_crossovers(MODEL, MACHINE, 100).context is None
+
+
+def test_attention_outgrows_products_in_long_prompts() -> None:
+    prompt = find_crossovers(MODEL, MACHINE, 1_000_000).prompt
+    assert prompt is not None
+
+    def seconds(tokens: int) -> tuple[float, float]:
+        bound = bound_step(step_work(MODEL, [Rows(1, 0, tokens)]), MACHINE)
+        return bound.seconds_of("attention"), bound.seconds_of(*LAYER_GROUPS)
+
+    before, products_before = seconds(prompt - 1)
+    after, products_after = seconds(prompt)
+    assert before <= products_before
+    assert after > products_after
+    assert find_crossovers(MODEL, MACHINE, 100).prompt is None

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill_lab.bench.ceiling.results import CeilingOptions, Crossovers, Moved
 from midfill_lab.bench.roofline.bounds import bound_part, bound_step
-from midfill_lab.bench.roofline.ceilings import Roofline
+from midfill_lab.bench.roofline.ceilings import Resource, Roofline
 from midfill_lab.bench.roofline.work import (
     ATTENTION,
-    HEAD,
+    LAYER_GROUPS,
     NOTHING_SAVED,
     ModelSize,
     Rows,
@@ -41,6 +41,7 @@ class Change:
     prefill: Savings = NOTHING_SAVED
 
 
+_MAX_ROWS = 1 << 20
 CHANGES = (
     Change("nothing"),
     Change("KV in float32", KVCacheDtype.F32),
@@ -90,7 +91,7 @@ def moved_bounds(
 
 
 def find_crossovers(model: ModelSize, roofline: Roofline, context: int) -> Crossovers:
-    """Return where products take longer than their weights, and KV more bytes than they.
+    """Return from where on products, KV and attention take more than weights and products do.
 
     Args:
         model: the model.
@@ -102,9 +103,9 @@ def find_crossovers(model: ModelSize, roofline: Roofline, context: int) -> Cross
         bounds = [
             bound_part(part, roofline)
             for part in step_work(model, [Rows(1, 0, rows)])
-            if part.name not in (ATTENTION, HEAD)
+            if part.name in LAYER_GROUPS
         ]
-        reading = sum(b.seconds for b in bounds if b.resource in ("memory", "cache"))
+        reading = sum(b.seconds for b in bounds if b.resource in (Resource.MEMORY, Resource.CACHE))
         return 2 * reading < sum(b.seconds for b in bounds)
 
     def reads_more_kv(tokens: int) -> bool:
@@ -112,8 +113,14 @@ def find_crossovers(model: ModelSize, roofline: Roofline, context: int) -> Cross
         read = sum(part.bytes for part in parts if part.name == ATTENTION)
         return read > model.weight_bytes
 
+    def attends(tokens: int) -> bool:
+        bound = bound_step(step_work(model, [Rows(1, 0, tokens)]), roofline)
+        return bound.seconds_of(ATTENTION) > bound.seconds_of(*LAYER_GROUPS)
+
     return Crossovers(
-        rows=_first(computes, 1 << 20) or 1 << 20, context=_first(reads_more_kv, context)
+        rows=_first(computes, _MAX_ROWS) or _MAX_ROWS,
+        context=_first(reads_more_kv, context),
+        prompt=_first(attends, context),
     )
 
 

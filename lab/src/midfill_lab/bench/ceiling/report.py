@@ -82,7 +82,7 @@ def _caption(report: CeilingReport) -> str:
         " A prompt beside streams is cut into steps, which read the weights anew."
         f" Best ceilings of the run: {_ceilings(report)}."
         f" A step's products bind from {report.crossovers.rows} rows on,"
-        f" {_kv_binds(report)}."
+        f" {_kv_binds(report)}. {_attention_binds(report)}."
         f" {_busy(report)}"
         + (
             f" Beaten by {', '.join(c.load.name for c in beaten)}: the machine was faster in the"
@@ -116,6 +116,13 @@ def _kv_binds(report: CeilingReport) -> str:
     if context is None:
         return "and within the model's context no stream's KV is as many bytes as the weights"
     return f"and a stream's KV is more bytes than the weights from {context:,} tokens on"
+
+
+def _attention_binds(report: CeilingReport) -> str:
+    prompt = report.crossovers.prompt
+    if prompt is None:
+        return "Attention takes no prompt within the context as long as the layers' products"
+    return f"Attention takes longer than the layers' products in prompts of {prompt:,} tokens on"
 
 
 def _busy(report: CeilingReport) -> str:

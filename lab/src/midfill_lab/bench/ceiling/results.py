@@ -154,12 +154,16 @@ class Crossovers(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rows: of a step from which on the products of the layers take longer than reading their
             weights.
-        context: tokens of one stream from which on a step reads more KV than weights; None if it
-            never does within the model's context.
+        context: tokens of one stream from which on a step reads more KV than weights.
+        prompt: tokens of a prompt from which on attention takes longer than the products of the
+            layers.
+
+    The last two are None where that is so nowhere within the model's context.
     """
 
     rows: int
     context: int | None
+    prompt: int | None
 
 
 class CeilingReport(msgspec.Struct, frozen=True, kw_only=True):
