@@ -54,6 +54,25 @@ CHANGES = (
 )
 
 
+def moved_bytes(model: ModelSize, options: CeilingOptions) -> list[int]:
+    """Return the bytes that a decode step reads under each change, of one and of most streams."""
+    sizes = [
+        sum(part.bytes for part in step_work(_changed(model, change), [rows], change.decode))
+        for change in CHANGES
+        for rows in (
+            Rows(1, max(options.contexts)),
+            Rows(max(options.streams), max(options.contexts)),
+        )
+    ]
+    return [int(size) for size in sizes]
+
+
+def _changed(model: ModelSize, change: Change) -> ModelSize:
+    if change.kv_cache_dtype is None:
+        return model
+    return replace(model, kv_cache_dtype=change.kv_cache_dtype)
+
+
 def moved_bounds(
     model: ModelSize, roofline: Roofline, options: CeilingOptions, kv_bytes: int
 ) -> list[Moved]:
@@ -69,9 +88,7 @@ def moved_bounds(
     prompt = Rows(1, 0, max(options.prefill))
     found = []
     for change in CHANGES:
-        size = model
-        if change.kv_cache_dtype is not None:
-            size = replace(model, kv_cache_dtype=change.kv_cache_dtype)
+        size = _changed(model, change)
 
         def seconds(rows: Rows, savings: Savings, size: ModelSize = size) -> float:
             return bound_step(step_work(size, [rows], savings), roofline).seconds

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from midfill.system.machine import describe_machine
-from midfill_lab.bench.ceiling.changes import find_crossovers, moved_bounds
+from midfill_lab.bench.ceiling.changes import find_crossovers, moved_bounds, moved_bytes
 from midfill_lab.bench.ceiling.results import CeilingOptions, CeilingReport, LoadCeiling, Spread
 from midfill_lab.bench.engine_loads import Load, LoadBench, LoadedEngine, open_engine, steps_of
 from midfill_lab.bench.neighbours import Neighbours
@@ -46,7 +46,8 @@ def measure_ceiling(
         size = model_size(engine.runner)
         progress("trying ways to read memory")
         probe = RooflineProbe(engine.runner.threads)
-        found, rooflines = [], [probe.measure()]
+        sizes = moved_bytes(size, options)
+        found, rooflines = [], [probe.measure(sizes)]
         try:
             for phase, load in options.loads():
                 progress(load.name)
@@ -57,6 +58,7 @@ def measure_ceiling(
                 else:
                     ceiling = _unmeasured(phase, load, size, rooflines[-1])
                 found.append(ceiling)
+            rooflines.append(probe.measure(sizes))
         finally:
             probe.close()
     best = reduce(Roofline.best, rooflines)

@@ -40,7 +40,7 @@ _CHAINS = 16 if has_feature(cpu_target.target_context, "avx512f") else 6
 _BITS = 4
 """Of the weights whose products are measured."""
 _ROUNDS = 500_000
-_RUNS = 5
+_RUNS = 20
 
 
 class ArithmeticProbe:

@@ -89,7 +89,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RooflineProbe:
-    """Measures a machine's ceilings again and again; each time takes about a quarter of a second.
+    """Measures a machine's ceilings again and again; each time takes about half a second.
 
     On a machine that others share the ceilings move within minutes. So whoever compares a
     measurement with them measures them just before it and just after it.
@@ -109,7 +109,7 @@ class RooflineProbe:
         """Return the ceilings of this moment.
 
         Args:
-            sizes: bytes whose rate is measured beside those of powers of two.
+            sizes: bytes whose rate is measured, too.
         """
         reads = self._reads.rates(sizes)
         streams, prefetched = self._reads.way(max(reads))
@@ -132,7 +132,7 @@ class RooflineProbe:
 
 
 def measure_roofline(threads: int, times: int = 3) -> Roofline:
-    """Return the best of a few measurements of the ceilings: about three seconds."""
+    """Return the best of a few measurements of the ceilings: about four seconds."""
     probe = RooflineProbe(threads)
     try:
         return reduce(Roofline.best, [probe.measure() for _ in range(times)])

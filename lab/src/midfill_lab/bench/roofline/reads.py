@@ -2,11 +2,13 @@
 
 A ruler for kernels that read: no decode may beat it. So it does nothing but read, in the ways that
 the chips' own prefetchers like or don't: one or several streams per thread, prefetched by software
-or not, in huge pages where the system gives them. The fastest way is chosen for each size, and the
-fastest of many short runs counts.
+or not, in huge pages where the system gives them. The fastest way is chosen for each size. What is
+large is read in slices of about a millisecond, over and over, and of each slice the fastest run
+counts: on a machine that others use, too, hardly any long run is undisturbed.
 """
 
 import contextlib
+import math
 import mmap
 import sys
 import time
@@ -42,7 +44,7 @@ from midfill.kernels.cpu.thread_pool import ThreadPool
 
 LARGEST_BYTES = 512 * 2**20
 """Far more than any cache holds."""
-_SMALLEST_BYTES = 256 * 2**10
+_SMALLEST_BYTES = 512 * 2**10
 _STREAMS = (1, 2, 4, 8)
 _LINES = 8
 """Cache lines that a loop's turn reads, of all streams together."""
@@ -50,10 +52,10 @@ _SHARE_WORDS = 8 * _LINES * LANES
 """A thread's share of the words is a multiple of this."""
 _DISTANCE = 2048
 """Bytes that software prefetches ahead in each stream: past what a loop's turn reads."""
-_RUN_BYTES = 48 * 2**20
-"""Read per run at least; smaller sizes are gone over several times."""
+_RUN_BYTES = 32 * 2**20
+"""Read per run; what is smaller is gone over several times, what is larger in slices."""
 _TRIALS = 3
-_RUNS = 4
+_RUNS = 8
 _SMAPS = Path("/proc/self/smaps")
 _HUGE = "AnonHugePages:"
 
@@ -111,12 +113,13 @@ _read_part = kernel_by_number({number: _reader(*way) for number, way in enumerat
 
 @kernel
 def _read(
-    thread: int, threads: int, sync: Any, buffer: Any, words: int, passes: int, way: int, sink: Any
-) -> None:
-    """Read this thread's share of the first words of a buffer, several times."""
+    thread: int, threads: int, sync: Any, buffer: Any, first: int, words: int, passes: int,
+    way: int, sink: Any,
+) -> None:  # fmt: skip
+    """Read this thread's share of some words of a buffer, several times."""
     share = words // threads // _SHARE_WORDS * _SHARE_WORDS
     for _ in range(passes):
-        _read_part(way, buffer, thread * share, share, sink, thread * LANES)
+        _read_part(way, buffer, first + thread * share, share, sink, thread * LANES)
 
 
 class ReadProbe:
@@ -140,15 +143,15 @@ class ReadProbe:
         self._sink = np.zeros(threads * LANES, np.int32)
         self._pool = ThreadPool(threads)
         # Compiled, and its pages touched, by a run that doesn't count.
-        _read(0, threads, self._pool.sync, self._buffer, len(self._buffer), 1, 0, self._sink)
-        self._way = {size: self._fastest_way(size) for size in _powers(largest)}
+        _read(0, threads, self._pool.sync, self._buffer, 0, len(self._buffer), 1, 0, self._sink)
+        self._way = {size: self._fastest_way(size) for size in _sizes(largest)}
 
     def rates(self, sizes: Iterable[int] = ()) -> dict[int, float]:
         """Return how fast some numbers of bytes are read: size -> bytes/s, the best of a few runs.
 
         Args:
-            sizes: bytes, beside the powers of two from 256 KiB to the buffer's size; those that
-                exceed the buffer are left out.
+            sizes: bytes, beside some from 512 KiB to the buffer's size; those that exceed the
+                buffer are left out.
         """
         largest = self._buffer.nbytes
         wanted = {self._whole(size) for size in sizes if size <= largest} | set(self._way)
@@ -175,25 +178,29 @@ class ReadProbe:
         return rates.index(max(rates))
 
     def _best(self, size: int, way: int, runs: int) -> float:
-        """Return the bytes per second of the fastest run."""
+        """Return the bytes per second of the fastest run of each slice."""
         size = self._whole(size)
         passes = max(_RUN_BYTES // size, 1)
-        seconds = []
+        slice_bytes = min(self._whole(_RUN_BYTES), size)
+        starts = range(0, size, slice_bytes)
+        seconds = [math.inf] * len(starts)
         for _ in range(runs):
-            started = time.perf_counter()
-            self._pool.run(_read, self._buffer, size // 4, passes, way, self._sink)
-            seconds.append(time.perf_counter() - started)
-        return size * passes / min(seconds)
+            for number, start in enumerate(starts):
+                words = min(slice_bytes, size - start) // 4
+                began = time.perf_counter()
+                self._pool.run(_read, self._buffer, start // 4, words, passes, way, self._sink)
+                seconds[number] = min(seconds[number], time.perf_counter() - began)
+        return size * passes / sum(seconds)
 
 
-def _powers(largest: int) -> list[int]:
-    """Return the powers of two from 256 KiB to the largest size."""
+def _sizes(largest: int) -> list[int]:
+    """Return sizes from 512 KiB to the largest, each four times the one before."""
     sizes = []
     size = min(_SMALLEST_BYTES, largest)
-    while size <= largest:
+    while size < largest:
         sizes.append(size)
-        size *= 2
-    return sizes
+        size *= 4
+    return [*sizes, largest]
 
 
 def _allocate(size: int) -> tuple[Int32Array, float]:
