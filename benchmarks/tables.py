@@ -11,6 +11,9 @@ import typer
 from benchmarks.plots import plot_methods, plot_peers, plot_rounds
 from benchmarks.report import markdown
 from midfill.errors import MidfillError, OptionError
+from midfill_lab.bench.ceiling.plot import plot_ceiling
+from midfill_lab.bench.ceiling.report import ceiling_tables
+from midfill_lab.bench.ceiling.results import CeilingReport
 from midfill_lab.bench.edits import EditsReport, edits_table
 from midfill_lab.bench.methods.report import methods_tables
 from midfill_lab.bench.methods.results import MethodsReport
@@ -47,6 +50,7 @@ class _Kind:
 
 
 KINDS = {
+    "ceiling": _Kind(CeilingReport, ceiling_tables, plot_ceiling),
     "edits": _Kind(EditsReport, lambda report: [edits_table(report)]),
     "methods": _Kind(MethodsReport, methods_tables, plot_methods),
     "peers": _Kind(PeersReport, _peers_tables, plot_peers),

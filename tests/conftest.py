@@ -159,10 +159,10 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small_roofline() -> Iterator[None]:
     """A machine's bandwidth is measured with 32 MiB of memory in place of 512."""
-    from midfill_lab.bench import roofline
+    from midfill_lab.bench.roofline import ceilings
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roofline, "_BUFFER_BYTES", 32 << 20)
+        patch.setattr(ceilings, "LARGEST_BYTES", 32 << 20)
         yield
 
 

@@ -60,7 +60,8 @@ TESTED_THROUGH = {
     ),
     "kernels/cpu/test_simd.py": ("kernels/cpu/intrinsics",),
     "kernels/cpu/test_work_stealing.py": ("kernels/cpu/atomics",),
-    "lab/bench/test_profile.py": ("lab/bench/roofline",),
+    "lab/bench/ceiling/test_measure.py": ("lab/bench/ceiling/plot", "lab/cli/bench/ceiling"),
+    "lab/bench/roofline/test_ceilings.py": ("lab/bench/roofline/arithmetic",),
     "lab/calibration/test_razorattention.py": ("methods/model_probe",),
     "lab/cli/test_bench_serving.py": ("lab/cli/bench/serving",),
     "lab/evaluation/sandbox/test_pool.py": (

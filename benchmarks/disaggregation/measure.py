@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, quantiles
 from typing import Annotated
@@ -18,6 +19,7 @@ import typer
 
 from benchmarks.disaggregation.costs import Costs, MeasuredCosts, measure_costs
 from benchmarks.disaggregation.latency import DecodeCost, DecodeLatency, PrefillLatency
+from benchmarks.disaggregation.placement import Placement, PlacementSearch
 from benchmarks.disaggregation.simulated_workers import DecodeWorker, PrefillWorker
 from benchmarks.disaggregation.workload import (
     Arrival,
@@ -43,6 +45,8 @@ from midfill_lab.cli.outputs import DocsOption
 from midfill_lab.reporting import ResultTable
 
 _NO_TIME = DecodeCost(0.0, 0.0, 0.0)
+_TIMES = (1, 2, 4, 8)
+"""Multiples of the rate for which workers are looked for."""
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,7 @@ class DisaggregationReport(msgspec.Struct, frozen=True, kw_only=True):
             the other worker is busy.
         transfer_seconds: mean time to move a prompt's KV.
         runs: figures by what served the requests.
+        placements: workers for this rate and multiples of it, at the costs that were measured.
     """
 
     model: str
@@ -88,6 +93,7 @@ class DisaggregationReport(msgspec.Struct, frozen=True, kw_only=True):
     decode_slowdown: float
     transfer_seconds: float
     runs: dict[str, RunFigures]
+    placements: list[Placement]
 
 
 def measure_disaggregation(
@@ -151,6 +157,7 @@ async def _measure(
         decode_slowdown=plan.slowdown(lambda each: each.decode.seconds(2, 2 * longest)),
         transfer_seconds=engine.transfer_seconds / moved,
         runs=runs,
+        placements=plan.placements(),
     )
 
 
@@ -182,7 +189,22 @@ class _Plan:
         self.arrivals: list[Arrival] = poisson_arrivals(
             load.lengths, self.rate, load.requests, load.seed
         )
-        self.simulated, _ = measured.simulate(self.arrivals, prefill, decode)
+        self.simulated, self._costs = measured.simulate(self.arrivals, prefill, decode)
+        self._workers = prefill, decode
+
+    def placements(self) -> list[Placement]:
+        """Return the workers for this rate and multiples of it, each with cores of its own."""
+        prefill, decode = self._workers
+        search = PlacementSearch(
+            prefill=replace(prefill, latency=self._costs.prefill),
+            decode=replace(decode, latency=self._costs.decode),
+            transfer=self._costs.transfer,
+            lengths=self.load.lengths,
+            targets=self.targets,
+            seed=self.load.seed,
+            requests=self.load.simulated,
+        )
+        return [search.place(times * self.rate) for times in _TIMES]
 
     def slowdown(self, seconds: Callable[[Costs], float]) -> float:
         """Return how many times as long something takes while the other worker is busy."""
@@ -297,6 +319,28 @@ def disaggregation_table(report: DisaggregationReport) -> ResultTable:
     return ResultTable(rows=rows, title="Prefill and decode apart", caption=_caption(report))
 
 
+def placement_table(report: DisaggregationReport) -> ResultTable:
+    """Return a row for each rate."""
+    first = report.placements[0]
+    rows = [
+        {
+            "requests/s": f"{found.rate:.2f}",
+            "prefill workers": str(found.prefill),
+            "decode workers": str(found.decode),
+            "targets met": f"{found.attainment:.0%}",
+        }
+        for found in report.placements
+    ]
+    return ResultTable(
+        rows=rows,
+        title="Workers by DistServe's search",
+        caption="Simulated at the costs above, each worker with a core of its own: the fewest that"
+        " were found to keep both targets for nine requests in ten. Alone, a prefill worker keeps"
+        f" the first target up to {first.prefill_goodput:.1f} requests/s, a decode worker the"
+        f" second up to {first.decode_goodput:.1f}.",
+    )
+
+
 def _caption(report: DisaggregationReport) -> str:
     load, runs = report.load, report.runs
     real, simulated = runs[MEASURED], runs[SIMULATED]
@@ -338,4 +382,5 @@ def disaggregation(
     load = DisaggregationLoad(requests=requests, utilisation=utilisation, seed=seed)
     with show_steps("loading") as progress:
         report = measure_disaggregation(model or DEFAULT_MODEL, load, progress)
-    publish(report, disaggregation_table(report), section="disaggregation", json=json, docs=docs)
+    tables = disaggregation_table(report), placement_table(report)
+    publish(report, *tables, section="disaggregation", json=json, docs=docs)

@@ -25,13 +25,11 @@ class PrefillWorker(PrefillLimits):
         latency: of a batch on all of its devices, if its layers are not in stages.
         stages: of its pipeline.
         stage_seconds: what each stage adds, if there are several.
-        devices: how many it occupies.
     """
 
     latency: PrefillLatency
     stages: int = 1
     stage_seconds: float = 0.001
-    devices: int = 1
 
     def seconds_per_stage(self, prompts: Sequence[int]) -> float:
         """Return how long a batch of prompts of these lengths occupies one stage."""
@@ -46,12 +44,10 @@ class DecodeWorker(DecodeLimits):
     Attributes:
         latency: of a step on all of its devices, if its layers are not in stages.
         stages: of its pipeline; it has as many batches, which take turns.
-        devices: how many it occupies.
     """
 
     latency: DecodeLatency
     stages: int = 1
-    devices: int = 1
 
     def seconds_per_stage(self, sequences: int, context_tokens: int) -> float:
         """Return how long a step occupies one stage."""

@@ -42,13 +42,6 @@ class Deployment:
             if not workers:
                 raise MidfillError(f"there is no {kind} worker; at least one is needed")
 
-    @property
-    def devices(self) -> int:
-        """Devices of all workers."""
-        return sum(worker.devices for worker in self.prefill) + sum(
-            worker.devices for worker in self.decode
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Simulated:

@@ -122,6 +122,7 @@ class DisaggregationLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompts, outputs: tokens of requests; each is drawn from these.
         requests: of each run.
+        simulated: requests of each simulation when workers are searched for.
         utilisation: of the prefill worker; the rate follows from it.
         seed: of lengths and arrivals.
         patience: targets as multiples of the mean prefill, and of a step of two answers.
@@ -130,6 +131,7 @@ class DisaggregationLoad(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[int, ...] = (64, 128, 192, 256)
     outputs: tuple[int, ...] = (8, 16, 32)
     requests: int = 150
+    simulated: int = 1000
     utilisation: float = 0.5
     seed: int = 0
     patience: tuple[float, float] = (3.0, 2.0)

@@ -20,7 +20,6 @@ _START_SECONDS = 300
 _STOP_SECONDS = 30
 _KEEP_ALIVE_SECONDS = 2  # less than the server's: a request on a connection that it closes fails
 _ENGINE = b"midfill.engine.process.main"
-_WAIT_SECONDS = 0.02
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def test_tables_replace_a_section_and_are_plotted(figures: Path, tmp_path: Path)
 
 
 def test_what_can_not_be_shown_is_one_clear_line(figures: Path, tmp_path: Path) -> None:
-    assert run("sped", figures)[1].startswith("there is no sped; there are edits, methods,")
+    assert run("sped", figures)[1].startswith("there is no sped; there are ceiling, edits,")
     assert run("speed", figures, "--plot", tmp_path / "x.svg")[1] == (
         "--plot: there is no plot of speed"
     )

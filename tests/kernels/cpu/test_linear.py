@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from ggml_blocks import QUANTIZED_KINDS, random_matrix, with_largest_quants
+from packed_weights import unpack
 
 from midfill.kernels.cpu import linear as kernels
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
 from midfill.kernels.cpu.embedding import embed
-from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, unpack
+from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack
 from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool

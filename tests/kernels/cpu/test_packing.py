@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from ggml_blocks import QUANTIZED_KINDS, random_matrix, with_bad_scale
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from packed_weights import unpack
 
-from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes, unpack
+from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes
 from midfill.kernels.cpu.weight_formats import WeightFormat, panel_bytes
 from midfill.stored_tensor import StoredTensor
 

@@ -1,21 +1,12 @@
 """Where a step's time goes, beside the bytes and operations that the model requires."""
 
-import itertools
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from midfill.config import ModelOptions
-from midfill.engine.engine import Engine
-from midfill.engine.loading import load_engine
 from midfill.engine.messages import EngineInfo
-from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.kernels.cpu.clock import (
     ATTENTION,
     DOWN,
@@ -27,35 +18,14 @@ from midfill.kernels.cpu.clock import (
     QKV,
     ROTATE,
     WAIT,
-    ticks_per_second,
 )
-from midfill.kernels.cpu.weight_formats import WeightFormat
-from midfill.models.checkpoints.model_store import resolve, resolve_adapter
-from midfill.models.checkpoints.opening import open_model
-from midfill.runners.cpu.packed_model import PackedModel
-from midfill.runners.cpu.runner import CpuRunner, slot_bytes
 from midfill.system.machine import Machine, describe_machine
-from midfill_lab.bench.roofline import Roofline, measure_roofline
+from midfill_lab.bench.engine_loads import Load, Reading, open_engine, steps_of
+from midfill_lab.bench.roofline import work
+from midfill_lab.bench.roofline.bounds import StepBound, bound_steps
+from midfill_lab.bench.roofline.ceilings import Roofline, measure_roofline
+from midfill_lab.bench.roofline.work import model_size, step_work
 from midfill_lab.reporting import ResultTable
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine does repeatedly.
-
-    Attributes:
-        name: shown in tables.
-        streams: requests at once.
-        context: cached tokens per request.
-        rows: tokens to compute per request and step; 1 decodes.
-        repeats: how often it is measured.
-    """
-
-    name: str
-    streams: int = 1
-    context: int
-    rows: int = 1
-    repeats: int
-
 
 LOADS = (
     Load(name="decode at 16", context=16, repeats=100),
@@ -66,8 +36,6 @@ LOADS = (
     Load(name="32 more tokens at 2,000", context=2000, rows=32, repeats=30),
     Load(name="512 more tokens at 16", context=16, rows=512, repeats=5),
 )
-
-_WARM_UP = Load(name="warm-up", context=16, repeats=50)
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,10 +57,18 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A load and the parts of one repeat's time, which add up to ``seconds``."""
+    """A load and the parts of one repeat's time, which add up to ``seconds``.
+
+    Attributes:
+        load: what ran.
+        seconds: of one repeat.
+        seconds_least: the least time that the machine's ceilings allow, see ``roofline.bounds``.
+        parts: of ``seconds``.
+    """
 
     load: Load
     seconds: float
+    seconds_least: float
     parts: list[Part]
 
 
@@ -106,24 +82,6 @@ class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
     loads: list[LoadProfile]
 
 
-class _Reading(NamedTuple):
-    """Seconds since the engine's start, and in each phase, the mean over threads."""
-
-    busy: float
-    forward: float
-    sampling: float
-    phases: npt.NDArray[np.float64]
-
-    def since(self, earlier: "_Reading", repeats: int) -> "_Reading":
-        """Return the time of one repeat."""
-        return _Reading(
-            (self.busy - earlier.busy) / repeats,
-            (self.forward - earlier.forward) / repeats,
-            (self.sampling - earlier.sampling) / repeats,
-            (self.phases - earlier.phases) / repeats,
-        )
-
-
 def measure_profile(
     model: str,
     loads: tuple[Load, ...] = LOADS,
@@ -135,156 +93,61 @@ def measure_profile(
     Raises:
         MidfillError: the model can't be found, loaded, or run by the CPU kernels.
     """
-    progress(f"loading {model}")
-    options = ModelOptions(backend="cpu", threads=threads, speculation=False)
-    checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
-    engine, runner, info = load_engine(checkpoint, options)
-    assert isinstance(runner, CpuRunner)
-    progress("measuring what the machine can do")
-    roofline = measure_roofline(runner.threads)
-    bench = _Bench(engine, runner, ticks_per_second())
-    bench.decode(_WARM_UP)
-    profiles = []
-    for load in loads:
-        progress(load.name)
-        spent = bench.decode(load) if load.rows == 1 else bench.extend(load)
-        parts = _parts(runner, load, spent, roofline)
-        profiles.append(LoadProfile(load=load, seconds=spent.busy, parts=parts))
-    runner.close()
+    with open_engine(model, threads, progress) as engine:
+        progress("measuring what the machine can do")
+        roofline = measure_roofline(engine.runner.threads)
+        size = model_size(engine.runner)
+        profiles = []
+        for load in loads:
+            progress(load.name)
+            with engine.bench.running(load) as spend:
+                spent = spend(load.repeats)
+            steps = steps_of(load, 0, load.repeats, max(round(spent.steps), 1))
+            bound = bound_steps([step_work(size, rows) for rows in steps], roofline)
+            profiles.append(
+                LoadProfile(
+                    load=load,
+                    seconds=spent.busy,
+                    seconds_least=bound.seconds,
+                    parts=_parts(spent, bound),
+                )
+            )
     return ProfileReport(
         model=Path(model).stem if Path(model).is_file() else model,
         machine=describe_machine(),
-        engine=info,
+        engine=engine.info,
         roofline=roofline,
         loads=profiles,
     )
 
 
-class _Bench:
-    """Runs loads on an engine and reads its clocks."""
-
-    def __init__(self, engine: Engine, runner: CpuRunner, ticks_per_second: float) -> None:
-        self._engine = engine
-        self._runner = runner
-        self._tick_rate = ticks_per_second
-        self._random = random.Random(0)
-        self._numbers = itertools.count()
-
-    def decode(self, load: Load) -> _Reading:
-        """Run steps that give every stream one token."""
-        prompts = [self._tokens(load.context) for _ in range(load.streams)]
-        # The first streams answer while prompts of the last ones are computed.
-        earlier = 16 + load.streams * load.context // 128
-        names = [self._ask(prompt, earlier + load.repeats) for prompt in prompts]
-        begun: set[str] = set()
-        while len(begun) < load.streams:
-            begun.update(output.request_id for output in self._engine.step())
-        before = self._read()
-        for _ in range(load.repeats):
-            self._engine.step()
-        spent = self._read().since(before, load.repeats)
-        for name in names:
-            self._engine.cancel(name)
-        self._finish()
-        return spent
-
-    def extend(self, load: Load) -> _Reading:
-        """Run requests whose cached prompts have grown by tokens that are new each time."""
-        prompts = [self._tokens(load.context) for _ in range(load.streams)]
-        for prompt in prompts:
-            self._ask(prompt, 1)
-        self._finish()
-        before = self._read()
-        for _ in range(load.repeats):
-            for prompt in prompts:
-                self._ask(prompt + self._tokens(load.rows), 1)
-            self._finish()
-        return self._read().since(before, load.repeats)
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(100, self._runner.config.vocab) for _ in range(count)]
-
-    def _ask(self, prompt: list[int], tokens: int) -> str:
-        name = str(next(self._numbers))
-        sampling = EngineSamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        self._engine.add(EngineRequest(request_id=name, token_ids=prompt, sampling=sampling))
-        return name
-
-    def _finish(self) -> None:
-        while self._engine.has_work():
-            self._engine.step()
-
-    def _read(self) -> _Reading:
-        stats = self._engine.stats()
-        phases = self._runner.phase_ticks().mean(axis=0) / self._tick_rate
-        return _Reading(stats.busy_seconds, stats.forward_seconds, stats.sampling_seconds, phases)
-
-
-def _parts(runner: CpuRunner, load: Load, spent: _Reading, roofline: Roofline) -> list[Part]:
+def _parts(spent: Reading, bound: StepBound) -> list[Part]:
     """Return the parts of one repeat's time, with what the model requires of each."""
 
     def of(*phases: int) -> float:
         return float(spent.phases[list(phases)].sum())
 
-    rows = load.streams * load.rows
-    layers = _product(runner.model, ("qkv", "o", "gate", "up", "down"), rows, roofline)
-    head = _product(runner.model, ("head",), load.streams, roofline)
+    def bounded(name: str, seconds: float, groups: Sequence[str]) -> Part:
+        found = [part for part in bound.parts if part.name in groups]
+        return Part(
+            name=name,
+            seconds=seconds,
+            bytes_least=sum(part.bytes for part in found),
+            operations_least=sum(part.operations for part in found),
+            seconds_least=bound.seconds_of(*groups),
+        )
+
     kernels = float(spent.phases.sum())
     return [
-        layers.named("layer weights", of(QKV, OUTPUT, GATE_UP, DOWN)),
-        head.named("output head", of(HEAD)),
-        _attention(runner, load, roofline).named("attention", of(ATTENTION)),
+        bounded("layer weights", of(QKV, OUTPUT, GATE_UP, DOWN), work.LAYER_GROUPS),
+        bounded("output head", of(HEAD), (work.HEAD,)),
+        bounded("attention", of(ATTENTION), (work.ATTENTION,)),
         Part(name="norms, RoPE, KV write", seconds=of(EMBED, NORM, ROTATE)),
         Part(name="waiting", seconds=of(WAIT)),
         Part(name="starting threads", seconds=spent.forward - kernels),
         Part(name="sampling", seconds=spent.sampling),
         Part(name="scheduling", seconds=spent.busy - spent.forward - spent.sampling),
     ]
-
-
-class _Least(NamedTuple):
-    """What a part requires; see ``Part``."""
-
-    bytes: float
-    operations: float
-    seconds: float
-
-    def named(self, name: str, seconds: float) -> Part:
-        return Part(
-            name=name,
-            seconds=seconds,
-            bytes_least=self.bytes,
-            operations_least=self.operations,
-            seconds_least=self.seconds,
-        )
-
-
-def _product(
-    model: PackedModel, matrices: tuple[str, ...], rows: int, roofline: Roofline
-) -> _Least:
-    """Return what matrix products require: weights read once, two operations per weight and row."""
-    size = operations = seconds = 0.0
-    for name in matrices:
-        if name not in model.matrices:
-            continue
-        matrix = model.matrices[name]
-        done = 2.0 * rows * matrix.weight_count
-        exact = WeightFormat.F32 in matrix.formats
-        size += matrix.stored_bytes
-        operations += done
-        seconds += done / (roofline.float32_per_second if exact else roofline.int8_per_second)
-    return _Least(size, operations, max(seconds, size / roofline.bytes_per_second))
-
-
-def _attention(runner: CpuRunner, load: Load, roofline: Roofline) -> _Least:
-    """Return what attention requires: K and V read once, two products per head, row and token."""
-    config = runner.config
-    context = load.context + (load.repeats / 2 if load.rows == 1 else load.rows / 2)
-    size = load.streams * context * slot_bytes(config, runner.kv_cache_dtype)
-    pairs = load.streams * load.rows * context * config.layers * config.query_heads
-    operations = 4.0 * pairs * config.head_dim
-    seconds = max(size / roofline.bytes_per_second, operations / roofline.float32_per_second)
-    return _Least(size, operations, seconds)
 
 
 def profile_tables(report: ProfileReport) -> list[ResultTable]:
@@ -301,7 +164,7 @@ def _table(profile: LoadProfile) -> ResultTable:
         seconds=profile.seconds,
         bytes_least=sum(part.bytes_least for part in profile.parts),
         operations_least=sum(part.operations_least for part in profile.parts),
-        seconds_least=sum(part.seconds_least for part in profile.parts),
+        seconds_least=profile.seconds_least,
     )
     return ResultTable(
         title=f"{profile.load.name}: {tokens:,.0f} tokens/s",

@@ -89,11 +89,6 @@ class LinearWeights(NamedTuple):
         pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
         return sum(panel_bytes(WeightFormat(n), self.inputs) * count for n, count in pairs)
 
-    @property
-    def weight_count(self) -> int:
-        """Weights, padding included."""
-        return len(self.panels) * PANEL * self.inputs
-
 
 class GateUpWeights(NamedTuple):
     """The first half of an MLP.

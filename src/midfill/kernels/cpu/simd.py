@@ -21,7 +21,6 @@ from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 
 LANES = 16
 
-I1 = ir.IntType(1)
 I8 = ir.IntType(8)
 I16 = ir.IntType(16)
 I32 = ir.IntType(32)

@@ -29,7 +29,6 @@ from enum import IntEnum
 
 PANEL = 32
 GROUP = 32
-_VECTOR_BYTES = 64
 _HEADER_BYTES = 2 * PANEL
 
 

@@ -52,7 +52,7 @@ from midfill_lab.bench.peers.servers import (
     launch_midfill,
 )
 from midfill_lab.bench.peers.vllm import launch_vllm
-from midfill_lab.bench.roofline import measure_roofline
+from midfill_lab.bench.roofline.ceilings import measure_roofline
 
 LogLine = Callable[[str], None]
 

@@ -17,6 +17,7 @@ from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_names
 from midfill.errors import OptionError
 from midfill_lab.cli.bench.batch import batch
+from midfill_lab.cli.bench.ceiling import ceiling
 from midfill_lab.cli.bench.methods import methods
 from midfill_lab.cli.bench.options import (
     ClientFimTokensOption,
@@ -178,5 +179,5 @@ def edits(
     asyncio.run(measure())
 
 
-for _command in (batch, peers, methods, serving):
+for _command in (batch, ceiling, peers, methods, serving):
     app.command()(_command)

@@ -1,7 +1,6 @@
-"""A chip's ceilings: bytes read and multiply-adds done per second.
+"""How many operations all threads do per second in registers, by the type of numbers.
 
-Both are measured on all threads at once, since cores share the memory's bandwidth and their clock
-falls when all of them work.
+All threads work at once, since the clock falls when all cores do.
 """
 
 import time
@@ -9,9 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 import midfill.kernels.cpu  # noqa: F401 - before Numba
 
@@ -21,6 +18,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from midfill.kernels.cpu.bfloat16 import add_pair_products, has_pair_products
 from midfill.kernels.cpu.dots import WORDS, add_products, multiply_pairs, pairs_in_int16
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.simd import (
@@ -29,79 +27,59 @@ from midfill.kernels.cpu.simd import (
     I64,
     LANES,
     Codegen,
-    add,
     broadcast,
     constant,
     fused_multiply_add,
     has_feature,
     integers,
-    load,
-    splat,
-    sum_lanes,
 )
 from midfill.kernels.cpu.thread_pool import ThreadPool
 
-_BUFFER_BYTES = 512 * 2**20
-"""Far more than any cache holds."""
 _CHAINS = 16 if has_feature(cpu_target.target_context, "avx512f") else 6
 """Independent sums: enough to hide the latency of an instruction, and as many as fit registers."""
 _BITS = 4
 """Of the weights whose products are measured."""
-_ROUNDS = 1_000_000
-_REPEATS = 5
+_ROUNDS = 500_000
+_RUNS = 20
 
 
-class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine's ceilings.
+class ArithmeticProbe:
+    """Threads that multiply and add."""
 
-    Attributes:
-        bytes_per_second: read from memory.
-        int8_per_second: operations on int8, two for each product that is added, by the
-            instructions of ``kernels.cpu.dots``; a chip's AMX does more.
-        float32_per_second: operations on float32, counted likewise.
-    """
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPool(threads)
+        self._sink = np.zeros((threads, LANES), np.float32)
+        for function in (_add_codes, _add_pairs, _add_floats):  # compiles
+            function(0, threads, self._pool.sync, 1, self._sink)
 
-    bytes_per_second: float
-    int8_per_second: float
-    float32_per_second: float
+    def int8(self) -> float:
+        """Return operations on int8 per second, two for each product that is added.
 
+        They are those of the instructions in ``kernels.cpu.dots``; a chip's AMX does more.
+        """
+        return self._best(_add_codes, 8)
 
-def measure_roofline(threads: int) -> Roofline:
-    """Measure for about 3 seconds on ``threads`` threads; each figure is the best of 5 runs."""
-    buffer = np.ones(_BUFFER_BYTES // 4, np.float32)
-    sink = np.zeros((threads, LANES), np.float32)
-    lanes = 2 * LANES * _CHAINS * _ROUNDS * threads
-    return Roofline(
-        bytes_per_second=buffer.nbytes / _best(threads, _read, buffer, sink),
-        int8_per_second=4 * lanes / _best(threads, _add_codes, _ROUNDS, sink),
-        float32_per_second=lanes / _best(threads, _add_floats, _ROUNDS, sink),
-    )
+    def bfloat16(self) -> float:
+        """Return operations on bfloat16 per second; 0 on chips that don't multiply it."""
+        return self._best(_add_pairs, 4) if has_pair_products(cpu_target.target_context) else 0.0
 
+    def float32(self) -> float:
+        """Return operations on float32 per second."""
+        return self._best(_add_floats, 2)
 
-def _best(threads: int, function: Callable[..., None], *arguments: Any) -> float:
-    """Return the seconds of the fastest run of a kernel on all threads."""
-    pool = ThreadPool(threads)
-    function(0, threads, pool.sync, *arguments)  # compiles
-    seconds = []
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        pool.run(function, *arguments)
-        seconds.append(time.perf_counter() - started)
-    pool.close()
-    return min(seconds)
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.close()
 
-
-@kernel
-def _read(thread: int, threads: int, sync: Any, buffer: npt.NDArray[np.float32], sink: Any) -> None:
-    """Sum this thread's part of a buffer."""
-    share = len(buffer) // threads // (4 * LANES) * (4 * LANES)
-    first = second = third = fourth = splat(np.float32(0.0))
-    for at in range(thread * share, (thread + 1) * share, 4 * LANES):
-        first = add(first, load(buffer, at))
-        second = add(second, load(buffer, at + LANES))
-        third = add(third, load(buffer, at + 2 * LANES))
-        fourth = add(fourth, load(buffer, at + 3 * LANES))
-    sink[thread, 0] = sum_lanes(add(add(first, second), add(third, fourth)))
+    def _best(self, function: Callable[..., None], operations: int) -> float:
+        """Return the rate of the fastest run, with so many operations per lane and step."""
+        seconds = []
+        for _ in range(_RUNS):
+            started = time.perf_counter()
+            self._pool.run(function, _ROUNDS, self._sink)
+            seconds.append(time.perf_counter() - started)
+        return operations * LANES * _CHAINS * _ROUNDS * self._threads / min(seconds)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -134,6 +112,23 @@ def _added(context: Any, builder: Any, sums: Any, weights: Any, x: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def _chained_pairs(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Codegen]:
+    """Sum products of pairs of bfloat16 in independent chains."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rounds, seed = arguments
+        sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(_CHAINS)]
+        pairs = broadcast(builder, seed)
+        with cgutils.for_range(builder, rounds, intp=I64):
+            for cell in sums:
+                total = add_pair_products(context, builder, builder.load(cell), pairs, pairs)
+                builder.store(total, cell)
+        return _first_lane(builder, sums, builder.fadd)
+
+    return types.float32(types.intp, types.int32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def _chained_floats(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Codegen]:
     """Sum products of float32 in independent chains."""
 
@@ -158,7 +153,12 @@ def _first_lane(builder: Any, cells: list[Any], combine: Callable[[Any, Any], An
 
 @kernel
 def _add_codes(thread: int, threads: int, sync: Any, rounds: int, sink: Any) -> None:
-    sink[thread, 1] = _chained_codes(rounds, np.int32(thread + 1))
+    sink[thread, 0] = _chained_codes(rounds, np.int32(thread + 1))
+
+
+@kernel
+def _add_pairs(thread: int, threads: int, sync: Any, rounds: int, sink: Any) -> None:
+    sink[thread, 1] = _chained_pairs(rounds, np.int32(0x3F803F80))
 
 
 @kernel
