@@ -55,11 +55,13 @@ VARIANTS = (
     Variant("auto", "f16"),
     Variant("auto", "bf16"),
     Variant("auto", "i8"),
+    Variant("auto", "i4"),
     Variant("q8", "f16"),
     Variant("q4", "f16"),
     Variant("f32", "f16"),
     Variant("f32", "bf16"),
     Variant("f32", "i8"),
+    Variant("f32", "i4"),
 )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
-KVCacheDtypeName = Literal["auto", "f32", "f16", "bf16", "i8"]
+KVCacheDtypeName = Literal["auto", "f32", "f16", "bf16", "i8", "i4"]
 """What ``--kv-cache-dtype`` asks for: the value of a ``KVCacheDtype``, or "auto".
 
 What "auto" means for a model, ``runners.cpu.runner.choose_kv_cache_dtype`` says.
@@ -176,7 +176,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             the rest.
         kv_cache_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights,
             otherwise bfloat16 on chips that multiply it and float16 on others; with "bf16" queries
-            and softmax weights are rounded, too; "i8" has one scale per token and head.
+            and softmax weights are rounded, too; "i8" and "i4" have one scale per token and head.
         token_budget: maximum tokens per step; fewer where steps were measured to take long.
         offline_token_budget: the same where only rows of batches run, since a request that arrives
             meanwhile waits for the step's end; the tokens of answers may exceed it.
@@ -231,9 +231,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         KVCacheDtypeName,
         Flag(
             panel="Memory",
-            help="How the CPU kernels store KV: float32, float16, bfloat16 or 8-bit; with quantised"
-            " weights by default bfloat16 on chips with AVX512-BF16, float16 on others. With"
-            " bfloat16 attention is rounded, too; these chips compute long prompts faster so.",
+            help="How the CPU kernels store KV: float32, float16, bfloat16, 8-bit or 4-bit; with"
+            " quantised weights by default bfloat16 on chips with AVX512-BF16, float16 on others."
+            " With bfloat16 attention is rounded, too; these chips compute long prompts faster so.",
         ),
     ] = "auto"
     token_budget: Annotated[

@@ -61,7 +61,7 @@ class LoadOptions(TypedDict, total=False):
         threads: of the CPU; None takes all cores this process may use.
         context: maximum tokens of a prompt and its answer; None takes the model's.
         kv_memory: bytes for KV; None is sized from free memory.
-        kv_cache_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "bf16", "i8".
+        kv_cache_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "bf16", "i8", "i4".
         speculation: draft tokens that copy from the text; never changes an answer.
         method: compresses the KV of every prompt, as in "cake:budget=256", or takes it from
             elsewhere, as in "cacheblend"; see ``midfill methods``.

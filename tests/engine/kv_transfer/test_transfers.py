@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama")
 
 
-@pytest.fixture(params=["cpu f32", "cpu f16", "cpu i8", "torch"])
+@pytest.fixture(params=["cpu f32", "cpu f16", "cpu i8", "cpu i4", "torch"])
 def make_runner(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Runner]:
     checkpoint = open_checkpoint(folder)
     if request.param == "torch":

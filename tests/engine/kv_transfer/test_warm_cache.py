@@ -291,7 +291,7 @@ def test_nobody_waits_behind_a_disk_that_hangs(
     serve(engine)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "i8", "i4"])
 def test_loaded_kv_has_the_bits_of_computed_kv(
     open_tier: OpenTier, tmp_path_factory: pytest.TempPathFactory, kv_cache_dtype: str
 ) -> None:

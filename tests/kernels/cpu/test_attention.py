@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from four_bit_entries import hadamard_matrix, unpacked
 from naive_attention import naive_attention, uniform_ragged_index
 
 from midfill.kernels.cpu import attention, attention_metadata
@@ -61,7 +62,8 @@ class Pool:
         )
         for numbers, (entries, scales) in zip(exact, arrays, strict=True):
             for slot, head in np.ndindex(slots, KV_HEADS):
-                write_entry(numbers[slot, head], 0, DIM, entries, scales, head * slots + slot)
+                number = head * slots + slot
+                write_entry(numbers[slot, head].copy(), 0, DIM, entries, scales, number)
         self.keys, self.values = (self._as_float(*each) for each in arrays)
 
     @property
@@ -80,9 +82,14 @@ class Pool:
             entries = entries.view(np.float16)
         if entries.dtype == np.int16:
             entries = as_floats(entries)
+        packed = entries.dtype == np.uint8
+        if packed:
+            entries = unpacked(entries)
         floats = entries.reshape(KV_HEADS, self.slots, DIM).astype(np.float64)
         if len(scales):
             floats *= scales.reshape(KV_HEADS, self.slots, 1)
+        if packed:
+            floats = floats @ hadamard_matrix(DIM)
         return floats.transpose(1, 0, 2)
 
 
@@ -154,7 +161,9 @@ def attend(
         LayerKV(pool.cache, pool.slots, 0), heads, metadata, attended, scratch, CELLS, partials,
     )  # fmt: skip
     if metadata.partials:
-        attention.merge_partials(one_thread(), heads, metadata, attended, scratch, CELLS, partials)
+        attention.merge_partials(
+            one_thread(), pool.cache.values, heads, metadata, attended, scratch, CELLS, partials
+        )
     return out
 
 

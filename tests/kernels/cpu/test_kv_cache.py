@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from four_bit_entries import hadamard_matrix
 
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import (
@@ -100,6 +101,45 @@ def test_quants_err_by_at_most_half_a_step_of_their_own_entry() -> None:
     np.testing.assert_array_equal(quants.reshape(50, DIM), entries.reshape(50, DIM))
 
 
+def packed(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes and scales that 4-bit entries [n, 32] should have, number by number."""
+    bytes_, scales = [], []
+    for entry in values @ hadamard_matrix(DIM):
+        largest = entry[np.abs(entry).argmax()]
+        scale = largest / -8 or 1.0
+        quants = np.clip(np.rint(entry / scale), -8, 7).astype(int) & 15
+        for chunk in quants.reshape(-1, 16):
+            bytes_ += [low | high << 4 for low, high in zip(chunk[:8], chunk[8:], strict=True)]
+        scales.append(scale)
+    return np.array(bytes_, np.uint8), np.array(scales)
+
+
+def test_four_bit_quants_are_of_the_transform_and_packed_two_to_a_byte() -> None:
+    rng = np.random.default_rng(4)
+    values = rng.normal(size=(50, DIM)).astype(np.float32)
+    values[:, 3] *= 30  # an outlier in one dimension, as keys have
+    entries, scales = allocate_kv(KVCacheDtype.I4, 50, DIM)
+    for entry in range(50):
+        write_entry(values.reshape(-1).copy(), entry * DIM, DIM, entries, scales, entry)
+    expected, expected_scales = packed(values)
+    assert (entries == expected).mean() > 0.999  # but for ties, by rounding
+    np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
+    back = np.empty_like(values).reshape(-1)
+    _read(entries, back)
+    back = (back.reshape(50, DIM) * scales[:, None]) @ hadamard_matrix(DIM)
+    plain = np.abs(values).max(axis=1, keepdims=True) / 8  # a step without the transform
+    assert np.abs(back - values).mean() < 0.5 * (plain / 4).mean()
+
+
+def test_an_entry_of_zeros_stays_one_in_four_bits() -> None:
+    entries, scales = allocate_kv(KVCacheDtype.I4, 1, DIM)
+    write_entry(np.zeros(DIM, np.float32), 0, DIM, entries, scales, 0)
+    out = np.ones(DIM, np.float32)
+    _read(entries, out)
+    assert scales[0] == 0.0
+    assert not (out * scales[0]).any()
+
+
 @pytest.mark.parametrize("kv_cache_dtype", list(KVCacheDtype))
 def test_sizes_are_those_of_the_arrays(kv_cache_dtype: KVCacheDtype) -> None:
     entries, scales = allocate_kv(kv_cache_dtype, 10, DIM)
@@ -135,10 +175,10 @@ def resident_pages(array: np.ndarray) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="calls mincore")
 @pytest.mark.parametrize("kv_cache_dtype", KVCacheDtype)
 def test_only_a_pages_first_entry_takes_the_page(kv_cache_dtype: KVCacheDtype) -> None:
-    pages, per_page = 2000, mmap.PAGESIZE // entry_bytes(KVCacheDtype.F32, DIM)
-    entries, _ = allocate_kv(kv_cache_dtype, pages * mmap.PAGESIZE // DIM, DIM)
+    pages, count = 2000, 4000 * mmap.PAGESIZE // DIM
+    entries, _ = allocate_kv(kv_cache_dtype, count, DIM)
+    per_page = mmap.PAGESIZE * count // entries.nbytes
     _touch(entries, 1, 1)  # compiles it
-    per_page *= 4 // entries.itemsize
     for page in range(pages):
         _touch(entries, page * per_page + 1, (page + 1) * per_page)
     assert resident_pages(entries) < pages / 10

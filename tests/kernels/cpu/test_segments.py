@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from four_bit_entries import unpacked
 
 from midfill.kernels.cpu.kv_cache import KVCacheDtype, allocate_kv, write_entry
 from midfill.kernels.cpu.kv_spans import KVSpan
@@ -24,11 +25,13 @@ def stored(kv_cache_dtype: KVCacheDtype, dim: int, length: int) -> tuple[KVSpan,
     entries, scales = allocate_kv(kv_cache_dtype, SLOTS, dim)
     values = normal(SLOTS, dim)
     for slot in range(SLOTS):
-        write_entry(values[slot], 0, dim, entries, scales, slot)
+        write_entry(values[slot].copy(), 0, dim, entries, scales, slot)
     slots = np.random.default_rng(length).permutation(SLOTS).astype(np.int32)
     read = entries.view(np.float16) if entries.dtype == np.uint16 else entries
     if entries.dtype == np.int16:
         read = (entries.astype(np.int32) << 16).view(np.float32)
+    if entries.dtype == np.uint8:
+        read = unpacked(entries)
     chosen = read.reshape(SLOTS, dim)[slots[3 : 3 + length]].astype(np.float64)
     return KVSpan(entries, 0, slots, 3, length), chosen
 

@@ -483,7 +483,7 @@ def test_scored_prompts_are_computed(runner: CpuRunner) -> None:
     assert engine.stats().reused_tokens == 0
 
 
-@pytest.mark.parametrize("kv", ["f16", "i8"])
+@pytest.mark.parametrize("kv", ["f16", "i8", "i4"])
 def test_other_formats_of_kv(llama: Checkpoint, kv: str) -> None:
     runner = CpuRunner.load(llama, slots=900, threads=2, weights="f32", kv_cache_dtype=kv)
     assert same(ask(after(engine_of(runner, ALL), FIRST), JUMP), exact(runner, JUMP))

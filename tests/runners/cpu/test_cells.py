@@ -119,7 +119,7 @@ def test_a_shifted_key_is_the_key_of_the_other_position(runner: Runner, shift: i
         np.testing.assert_allclose(found, other, atol=2e-6)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8", "i4"])
 def test_rounding_is_that_of_the_forward_pass(
     llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
 ) -> None:
@@ -180,7 +180,7 @@ def test_queries_of_observed_rows_are_kept(llama: Checkpoint, cpu: CpuRunner) ->
     np.testing.assert_allclose(found, other, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8", "i4"])
 @pytest.mark.parametrize("reach", [2, 4000], ids=["close", "far apart"])
 def test_moved_keys_are_the_naive_rotation_rounded_once(
     llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName, reach: int
@@ -200,9 +200,10 @@ def test_moved_keys_are_the_naive_rotation_rounded_once(
     runner.cells.write(cells, expected, values)
     angles = 1e-6 * reach  # which are float32
     largest = np.abs(expected).max()
-    rounding = {"f32": 1e-5, "f16": 2e-3, "bf16": largest / 128, "i8": 1.01 * largest / 127}[
-        kv_cache_dtype
-    ]
+    rounding = {
+        "f32": 1e-5, "f16": 2e-3, "bf16": largest / 128, "i8": 1.01 * largest / 127,
+        "i4": largest / 8,
+    }[kv_cache_dtype]  # fmt: skip
     np.testing.assert_allclose(moved, runner.cells.read(cells)[0], atol=rounding + angles)
     np.testing.assert_array_equal(same, values)
     runner.close()

@@ -54,7 +54,7 @@ def prefill(runner: Runner, planner: MadePlanner | None, rows: int = ROWS) -> np
     return runner.forward(batch).copy()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8", "i4"])
 def test_lists_of_everything_give_the_bits_of_dense_attention(
     llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
 ) -> None:

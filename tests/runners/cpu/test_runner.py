@@ -228,7 +228,7 @@ def test_threads_do_not_change_a_bit(llama: Checkpoint) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8", "i4"])
 def test_rounded_kv_keeps_the_same_bits_however_computed(
     llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
 ) -> None:
@@ -244,7 +244,7 @@ def test_rounded_kv_keeps_the_same_bits_however_computed(
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "allowed"), [("f16", 1e-6), ("bf16", 1e-4), ("i8", 1e-3)]
+    ("kv_cache_dtype", "allowed"), [("f16", 1e-6), ("bf16", 1e-4), ("i8", 1e-3), ("i4", 0.2)]
 )
 def test_rounded_kv_stays_close(
     llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName, allowed: float

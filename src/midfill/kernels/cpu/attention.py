@@ -29,7 +29,7 @@ from midfill.kernels.cpu.attention_metadata import (
     find_tile,
 )
 from midfill.kernels.cpu.jit import entry_point, in_child, inlined_kernel, kernel
-from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized
+from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized, transform_for
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.pair_segments import panel_words
@@ -197,13 +197,15 @@ def _attend_tile(
 
 @inlined_kernel
 def _finish_tile(
-    heads: AttentionHeads, row: int, rows: int, head: int, totals: SoftmaxSums, out: Activations
-) -> None:
+    values: KVArray, heads: AttentionHeads, row: int, rows: int, head: int, totals: SoftmaxSums,
+    out: Activations,
+) -> None:  # fmt: skip
     """Write a tile's finished rows to out[batch rows, query_heads * head_dim]."""
     group, head_dim = heads.group, heads.head_dim
     for r in range(rows):
         at = ((row + r // group) * heads.query_heads + head * group + r % group) * head_dim
         finish_row(totals, r, head_dim, out.values, at)
+        transform_for(values, out.values, at, head_dim)
         quantize(out, at, head_dim)
 
 
@@ -239,10 +241,10 @@ def attend(
         tile = find_tile(metadata, kv, heads, work)
         following = find_tile(metadata, kv, heads, min(next_work, count - 1))
         _load_queries(queries, heads, tile, memory.queries)
-        prepare_queries(kv.cache.keys, memory.queries, tile.rows * heads.head_dim)
+        prepare_queries(kv.cache.keys, memory.queries, tile.rows, heads.head_dim)
         if metadata.partials == 0:
             _attend_tile(kv, heads, metadata, tile, following, memory)
-            _finish_tile(heads, tile.row, tile.rows, tile.head, memory.totals, out)
+            _finish_tile(kv.cache.values, heads, tile.row, tile.rows, tile.head, memory.totals, out)
         else:
             first_row = work * max(MAX_TILE_ROWS, heads.group)
             if tile.first < tile.end:
@@ -261,10 +263,14 @@ def attend(
 @in_child
 @entry_point
 def merge_partials(
-    context: ThreadContext, heads: AttentionHeads, metadata: AttentionMetadata, out: Activations,
-    scratch: Float32Array, cells: Int32Array, partials: SoftmaxSums,
+    context: ThreadContext, values: KVArray, heads: AttentionHeads, metadata: AttentionMetadata,
+    out: Activations, scratch: Float32Array, cells: Int32Array, partials: SoftmaxSums,
 ) -> None:  # fmt: skip
-    """Merge each tile's segments in order, as one phase after ``attend``; arguments as there."""
+    """Merge each tile's segments in order, as one phase after ``attend``; arguments as there.
+
+    Args:
+        values: V of the cache.
+    """
     memory = _cut(scratch, cells, heads)
     tiles, kv_heads = metadata.tiles, heads.kv_heads
     work = take_work(context.sync, 1)
@@ -277,5 +283,5 @@ def merge_partials(
         for partial in range(first, end):
             first_row = (partial * kv_heads + head) * max(MAX_TILE_ROWS, heads.group)
             merge_rows(memory.totals, partials, first_row, rows, heads.head_dim)
-        _finish_tile(heads, tiles[tile, ROW], rows, head, memory.totals, out)
+        _finish_tile(values, heads, tiles[tile, ROW], rows, head, memory.totals, out)
         work = take_work(context.sync, 1)

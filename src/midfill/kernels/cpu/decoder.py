@@ -31,7 +31,13 @@ from midfill.kernels.cpu.clock import (
 from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, DecoderWeights, Stages, Workspace
 from midfill.kernels.cpu.embedding import embed
 from midfill.kernels.cpu.jit import entry_point, in_child, kernel
-from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, touch_page, write_entry
+from midfill.kernels.cpu.kv_cache import (
+    KVCache,
+    LayerKV,
+    entry_count,
+    touch_page,
+    write_entry,
+)
 from midfill.kernels.cpu.linear import LinearOutput, LinearWeights, Tiling
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
 from midfill.kernels.cpu.row_blocks import alone, batch_part, count_blocks, workspace_part
@@ -170,7 +176,7 @@ def _keep_queries(
 
 @kernel
 def _layer_kv(config: DecoderConfig, cache: KVCache, layer: int) -> LayerKV:
-    slots = len(cache.keys) // (config.layers * config.kv_heads * config.head_dim)
+    slots = entry_count(cache.keys, config.head_dim) // (config.layers * config.kv_heads)
     return LayerKV(cache, slots, layer * config.kv_heads * slots)
 
 
@@ -214,7 +220,7 @@ def _attend(
     end_phase(context, ATTENTION)
     if batch.attention.partials > 0:
         merge_partials(
-            context, heads, batch.attention, workspace.attended, scratch, cells,
+            context, cache.values, heads, batch.attention, workspace.attended, scratch, cells,
             workspace.partials,
         )  # fmt: skip
         end_phase(context, ATTENTION)
@@ -352,7 +358,7 @@ def _touch_pages(
     each other. Here each takes other pages.
     """
     dim, regions = config.head_dim, config.layers * config.kv_heads
-    held = len(cache.keys) // (regions * dim)
+    held = entry_count(cache.keys, dim) // regions
     begin, end = first_layer * config.kv_heads, end_layer * config.kv_heads
     for region in range(begin + context.thread, end, context.threads):
         for slot in slots:

@@ -8,6 +8,9 @@ slot order, so the KV of consecutive slots is one stream of memory: an array of 
     uint16    float16, rounded to nearest; what is too large is stored as +-65504
     int16     bfloat16, rounded to nearest; attention multiplies it as it is (pair_segments.py)
     int8      quants -127..127, times the entry's own scale, float32 [layers, kv_heads, slots]
+    uint8     quants -8..7, two per byte, times the entry's own scale; they stand for the entry's
+              Hadamard transform (hadamard.py). Byte i of 8 has lane i of 16 in its low half, lane
+              i + 8 in its high one
 
 An entry is rounded once, when it is written. Every reader sees the rounded values, also those of
 the same step, so answers do not depend on how a prompt was cut into chunks.
@@ -23,9 +26,10 @@ from llvmlite import ir
 from numba import types
 
 from midfill.kernels.cpu.bfloat16 import load_bfloat16s, store_bfloat16s
+from midfill.kernels.cpu.hadamard import hadamard
 from midfill.kernels.cpu.halves import load_halves, store_halves
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
-from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.jit import entry_point, inlined_kernel, kernel, kernel_by_type
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, small_page_zeros
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
@@ -36,6 +40,7 @@ from midfill.kernels.cpu.simd import (
     LANES,
     absolute,
     address,
+    constant,
     f32x16,
     integer,
     llvm_call,
@@ -47,14 +52,20 @@ from midfill.kernels.cpu.simd import (
     splat,
     store,
     store_unaligned,
+    subtract,
 )
 
 I8_VECTOR = ir.VectorType(I8, LANES)
+_PACKED_VECTOR = ir.VectorType(I8, LANES // 2)
+_LOW_LANES = ir.Constant(ir.VectorType(I32, LANES // 2), list(range(LANES // 2)))
+_HIGH_LANES = ir.Constant(ir.VectorType(I32, LANES // 2), list(range(LANES // 2, LANES)))
+_ALL_LANES = ir.Constant(I32_VECTOR, list(range(LANES)))
 _STEPS = np.float32(127.0)
+_PACKED_STEPS = np.float32(-8.0)
 
 
 KVArray = npt.NDArray[np.generic]
-"""Entries of any dtype: float32, uint16, int16 or int8."""
+"""Entries of any dtype: float32, uint16, int16, int8 or uint8."""
 
 
 class KVCacheDtype(StrEnum):
@@ -64,6 +75,7 @@ class KVCacheDtype(StrEnum):
     F16 = "f16"
     BF16 = "bf16"
     I8 = "i8"
+    I4 = "i4"
 
 
 _DTYPES: dict[KVCacheDtype, Any] = {
@@ -71,16 +83,19 @@ _DTYPES: dict[KVCacheDtype, Any] = {
     KVCacheDtype.F16: np.uint16,
     KVCacheDtype.BF16: np.int16,
     KVCacheDtype.I8: np.int8,
+    KVCacheDtype.I4: np.uint8,
 }
+_WITH_SCALES = (KVCacheDtype.I8, KVCacheDtype.I4)
 
 
 class KVCache(NamedTuple):
     """K and V of all slots.
 
     Attributes:
-        keys, values: [layers * kv_heads * slots * head_dim], float32, uint16, int16 or int8;
-            keys are stored after the rotary embedding.
-        key_scales, value_scales: float32 [layers * kv_heads * slots]; empty unless int8.
+        keys, values: [layers * kv_heads * slots * head_dim], float32, uint16, int16 or int8, or
+            half as many of uint8; keys are stored after the rotary embedding.
+        key_scales, value_scales: float32 [layers * kv_heads * slots]; empty unless there are
+            quants.
     """
 
     keys: KVArray
@@ -94,6 +109,11 @@ class KVCache(NamedTuple):
         keys, key_scales = allocate_kv(kv_cache_dtype, entries, head_dim)
         values, value_scales = allocate_kv(kv_cache_dtype, entries, head_dim)
         return cls(keys, values, key_scales, value_scales)
+
+    def count_entries(self, head_dim: int) -> int:
+        """Return how many entries of K there are."""
+        numbers = len(self.keys) * (2 if self.keys.dtype == np.uint8 else 1)
+        return numbers // head_dim
 
 
 class LayerKV(NamedTuple):
@@ -112,17 +132,38 @@ class LayerKV(NamedTuple):
 
 def entry_bytes(kv_cache_dtype: KVCacheDtype, head_dim: int) -> int:
     """Return the bytes of one entry, its scale included."""
-    scale = 4 if kv_cache_dtype is KVCacheDtype.I8 else 0
-    return head_dim * np.dtype(_DTYPES[kv_cache_dtype]).itemsize + scale
+    scale = 4 if kv_cache_dtype in _WITH_SCALES else 0
+    items = head_dim // numbers_per_item(kv_cache_dtype)
+    return items * np.dtype(_DTYPES[kv_cache_dtype]).itemsize + scale
+
+
+def numbers_per_item(kv_cache_dtype: KVCacheDtype) -> int:
+    """Return how many numbers an item of an array of entries holds."""
+    return 2 if kv_cache_dtype is KVCacheDtype.I4 else 1
 
 
 def allocate_kv(
     kv_cache_dtype: KVCacheDtype, entries: int, head_dim: int
 ) -> tuple[KVArray, Float32Array]:
-    """Return zeros: entries [entries * head_dim] and scales [entries], or [0] without scales."""
-    scales = entries if kv_cache_dtype is KVCacheDtype.I8 else 0
-    values = small_page_zeros(entries * head_dim, _DTYPES[kv_cache_dtype])
+    """Return zeros: entries [entries * head_dim] and scales [entries], or [0] without scales.
+
+    Of entries that are packed two numbers to an item, there are half as many items.
+    """
+    scales = entries if kv_cache_dtype in _WITH_SCALES else 0
+    items = entries * head_dim // numbers_per_item(kv_cache_dtype)
+    values = small_page_zeros(items, _DTYPES[kv_cache_dtype])
     return values, small_page_zeros(scales, np.float32).view(np.float32)
+
+
+def item_offset(builder: ir.IRBuilder, array_type: Any, offset: Any) -> Any:
+    """Generate the number of the item that holds number ``offset``; a multiple of 16."""
+    return builder.ashr(offset, integer(1)) if array_type.dtype == types.uint8 else offset
+
+
+def entry_size(array_type: Any, head_dim: int) -> int:
+    """Return the bytes of an entry in an array of this Numba type, without its scale."""
+    bits: int = array_type.dtype.bitwidth // (2 if array_type.dtype == types.uint8 else 1)
+    return head_dim * bits // 8
 
 
 def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, pointer: Any) -> Any:
@@ -133,20 +174,76 @@ def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, poin
         return load_halves(context, builder, pointer)
     if array_type.dtype == types.int16:
         return load_bfloat16s(builder, pointer)
+    if array_type.dtype == types.uint8:
+        return _load_packed(builder, pointer)
     quants = builder.sext(load_unaligned(builder, pointer, I8_VECTOR), I32_VECTOR)
     return builder.sitofp(quants, F32_VECTOR)
+
+
+def _load_packed(builder: ir.IRBuilder, pointer: Any) -> Any:
+    """Generate a load of 16 numbers that are packed two to a byte."""
+    wide = ir.VectorType(I32, LANES // 2)
+    packed = builder.sext(load_unaligned(builder, pointer, _PACKED_VECTOR), wide)
+    rest = ir.Constant(wide, [28] * (LANES // 2))
+    low = builder.ashr(builder.shl(packed, rest), rest)
+    high = builder.ashr(packed, ir.Constant(wide, [4] * (LANES // 2)))
+    return builder.sitofp(builder.shuffle_vector(low, high, _ALL_LANES), F32_VECTOR)
+
+
+def _store_packed(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
+    """Generate a store of 16 numbers, rounded to -8..7 and packed two to a byte."""
+    whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
+    whole = llvm_call(builder, "llvm.minnum.v16f32", [whole, constant(7.0)], F32_VECTOR)
+    whole = llvm_call(builder, "llvm.maxnum.v16f32", [whole, constant(-8.0)], F32_VECTOR)
+    quants = builder.fptosi(whole, I32_VECTOR)
+    low = builder.shuffle_vector(quants, quants, _LOW_LANES)
+    low = builder.and_(low, ir.Constant(low.type, [15] * (LANES // 2)))
+    high = builder.shuffle_vector(quants, quants, _HIGH_LANES)
+    high = builder.shl(high, ir.Constant(high.type, [4] * (LANES // 2)))
+    store_unaligned(builder, builder.trunc(builder.or_(low, high), _PACKED_VECTOR), pointer)
 
 
 @generated(types.boolean, OWN)
 def is_quantized(context: Any, builder: Any, kinds: Any, entries: Any) -> Any:
     """Return whether entries are quants with a scale; known when the kernel is compiled."""
-    return context.get_constant(types.boolean, kinds[0].dtype == types.int8)
+    return context.get_constant(types.boolean, kinds[0].dtype in (types.int8, types.uint8))
+
+
+@generated(types.intp, OWN)
+def _numbers_per_item(context: Any, builder: Any, kinds: Any, entries: Any) -> Any:
+    return context.get_constant(types.intp, 2 if kinds[0].dtype == types.uint8 else 1)
+
+
+@inlined_kernel
+def entry_count(entries: KVArray, head_dim: int) -> int:
+    """Return how many entries of ``head_dim`` numbers an array holds."""
+    return len(entries) * _numbers_per_item(entries) // head_dim
+
+
+@inlined_kernel
+def _transform_nothing(entries: KVArray, x: Float32Array, at: int, head_dim: int) -> None:
+    """Leave the numbers as they are."""
+
+
+@inlined_kernel
+def _transform(entries: KVArray, x: Float32Array, at: int, head_dim: int) -> None:
+    hadamard(x, at, head_dim)
+
+
+@kernel_by_type
+def transform_for(entries: Any, *_: Any) -> Any:
+    """Turn x[at:at + head_dim] into what entries stand for, or back; in place.
+
+    Arguments: (entries, x float32, at, head_dim).
+    """
+    return _transform if entries.dtype == types.uint8 else _transform_nothing
 
 
 @generated(f32x16, OWN, INDEX)
 def load_entry(context: Any, builder: Any, kinds: Any, entries: Any, offset: Any) -> Any:
     """Load lanes 0..15 from entries[offset:offset + 16], as float32."""
-    pointer = address(context, builder, kinds[0], entries, offset)
+    at = item_offset(builder, kinds[0], offset)
+    pointer = address(context, builder, kinds[0], entries, at)
     return load_entry_vector(context, builder, kinds[0], pointer)
 
 
@@ -155,13 +252,15 @@ def store_entry(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None
     """Store entries[offset:offset + 16] = value, rounded to the nearest that the format holds."""
     entries, offset, value = arguments
     kind = kinds[0]
-    pointer = address(context, builder, kind, entries, offset)
+    pointer = address(context, builder, kind, entries, item_offset(builder, kind, offset))
     if kind.dtype == types.float32:
         store_unaligned(builder, value, pointer)
     elif kind.dtype == types.uint16:
         store_halves(context, builder, value, pointer)
     elif kind.dtype == types.int16:
         store_bfloat16s(builder, value, pointer)
+    elif kind.dtype == types.uint8:
+        _store_packed(builder, value, pointer)
     else:
         whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
         quants = builder.trunc(builder.fptosi(whole, I32_VECTOR), I8_VECTOR)
@@ -176,31 +275,58 @@ def touch_page(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """
     entries, offset, size = arguments
     kind = kinds[0]
-    pointer = address(context, builder, kind, entries, offset)
-    entry_size = builder.mul(size, integer(kind.dtype.bitwidth // 8))
+    pointer = address(context, builder, kind, entries, item_offset(builder, kind, offset))
+    sixteen = builder.sdiv(size, integer(LANES))
+    entry_bytes = builder.mul(sixteen, integer(entry_size(kind, LANES)))
     place = builder.and_(builder.ptrtoint(pointer, I64), integer(mmap.PAGESIZE - 1))
-    with builder.if_then(builder.icmp_unsigned("<", place, entry_size), likely=False):
+    with builder.if_then(builder.icmp_unsigned("<", place, entry_bytes), likely=False):
         word = builder.bitcast(pointer, I32.as_pointer())
         # 0 for 0, which isn't optimised away. Reading first would ask for the page twice.
         builder.cmpxchg(word, I32(0), I32(0), "monotonic", "monotonic")
+
+
+@inlined_kernel
+def _symmetric_range(entries: KVArray, x: Float32Array, at: int, head_dim: int) -> Any:
+    largest = splat(np.float32(0.0))
+    for d in range(0, head_dim, LANES):
+        largest = maximum(largest, absolute(load(x, at + d)))
+    return max_lanes(largest), _STEPS
+
+
+@inlined_kernel
+def _signed_range(entries: KVArray, x: Float32Array, at: int, head_dim: int) -> Any:
+    above, below = splat(np.float32(0.0)), splat(np.float32(0.0))
+    for d in range(0, head_dim, LANES):
+        above = maximum(above, load(x, at + d))
+        below = maximum(below, subtract(splat(np.float32(0.0)), load(x, at + d)))
+    highest, lowest = max_lanes(above), -max_lanes(below)
+    return highest if highest > -lowest else lowest, _PACKED_STEPS
+
+
+@kernel_by_type
+def find_range(entries: Any, *_: Any) -> Any:
+    """Return the largest of x[at:at + head_dim], and the quant that will stand for it.
+
+    Of -8..7 that is -8, for the number with the largest magnitude, so the scale may be negative.
+    Arguments: (entries, x, at, head_dim).
+    """
+    return _signed_range if entries.dtype == types.uint8 else _symmetric_range
 
 
 @kernel
 def write_entry(
     x: Float32Array, x_at: int, head_dim: int, entries: KVArray, scales: Float32Array, entry: int
 ) -> None:
-    """Round x[x_at:x_at + head_dim] to entry number ``entry``."""
+    """Round x[x_at:x_at + head_dim] to entry number ``entry``; where it is transformed, so is x."""
     at = entry * head_dim
     if not is_quantized(entries):
         for d in range(0, head_dim, LANES):
             store_entry(entries, at + d, load(x, x_at + d))
         return
-    largest = splat(np.float32(0.0))
-    for d in range(0, head_dim, LANES):
-        largest = maximum(largest, absolute(load(x, x_at + d)))
-    span = max_lanes(largest)
-    scales[entry] = span / _STEPS
-    factor = splat(_STEPS / span if span > np.float32(0.0) else np.float32(0.0))
+    transform_for(entries, x, x_at, head_dim)
+    largest, steps = find_range(entries, x, x_at, head_dim)
+    scales[entry] = largest / steps
+    factor = splat(steps / largest if largest != np.float32(0.0) else np.float32(0.0))
     for d in range(0, head_dim, LANES):
         store_entry(entries, at + d, multiply(load(x, x_at + d), factor))
 
@@ -224,6 +350,7 @@ def read_cells(
         factor = splat(scales[cell] if is_quantized(entries) else np.float32(1.0))
         for d in range(0, head_dim, LANES):
             store(out, at + d, multiply(load_entry(entries, cell * head_dim + d), factor))
+        transform_for(entries, out, at, head_dim)
 
 
 @entry_point
@@ -231,7 +358,10 @@ def write_cells(
     thread: int, threads: int, sync: Int64Array,
     cells: Int32Array, head_dim: int, numbers: Float32Array, entries: KVArray, scales: Float32Array,
 ) -> None:  # fmt: skip
-    """Round ``numbers`` [n * head_dim] to some cells; the other arguments as in ``read_cells``."""
+    """Round ``numbers`` [n * head_dim] to some cells; the other arguments as in ``read_cells``.
+
+    Where entries are transformed, so are the numbers.
+    """
     for number in range(len(cells) * thread // threads, len(cells) * (thread + 1) // threads):
         write_entry(numbers, number * head_dim, head_dim, entries, scales, int(cells[number]))
 
@@ -261,6 +391,7 @@ def rotate_cells(
         factor = splat(scales[cell] if is_quantized(keys) else np.float32(1.0))
         for d in range(0, head_dim, LANES):
             store(scratch, at + d, multiply(load_entry(keys, cell * head_dim + d), factor))
+        transform_for(keys, scratch, at, head_dim)
         for d in range(half):
             first, second = scratch[at + d], scratch[at + half + d]
             c, s = cos[angles + d], sin[angles + d]

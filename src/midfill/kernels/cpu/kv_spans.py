@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from midfill.kernels.cpu.kv_cache import KVArray, load_entry_vector
+from midfill.kernels.cpu.kv_cache import KVArray, entry_size, item_offset, load_entry_vector
 from midfill.kernels.cpu.memory import LINE, Int32Array
-from midfill.kernels.cpu.simd import I8, I32, I64, address, integer, llvm_call
+from midfill.kernels.cpu.simd import I8, I32, I64, LANES, address, integer, llvm_call
 
 
 class KVSpan(NamedTuple):
@@ -57,19 +57,21 @@ class SpanCode:
         at = builder.add(self._first, index)
         slot = builder.load(address(self._context, builder, self._slots_kind, self._slots, at))
         offset = builder.add(self._base, builder.mul(builder.sext(slot, I64), self._head_dim))
+        offset = item_offset(builder, self._entries_kind, offset)
         return address(self._context, builder, self._entries_kind, self._entries, offset)
 
     def load(self, pointer: Any, element: Any) -> Any:
         """Load 16 numbers of an entry from ``element`` on as float32; quants without scale."""
-        at = self._builder.gep(pointer, [element])
+        item = item_offset(self._builder, self._entries_kind, element)
+        at = self._builder.gep(pointer, [item])
         return load_entry_vector(self._context, self._builder, self._entries_kind, at)
 
     def prefetch(self, index: Any, count: int) -> None:
         """Prefetch ``count`` entries into the second-level cache, if ``index`` is in the span."""
         builder = self._builder
-        size = self._entries_kind.dtype.bitwidth // 8
-        entry_size = builder.mul(self._head_dim, integer(size))
-        lines = builder.sdiv(builder.add(entry_size, integer(LINE - 1)), integer(LINE))
+        sixteen = builder.sdiv(self._head_dim, integer(LANES))
+        size = builder.mul(sixteen, integer(entry_size(self._entries_kind, LANES)))
+        lines = builder.sdiv(builder.add(size, integer(LINE - 1)), integer(LINE))
         with builder.if_then(builder.icmp_signed("<", index, self.length)):
             pointers = [
                 builder.bitcast(self.entry(builder.add(index, integer(i))), I8.as_pointer())

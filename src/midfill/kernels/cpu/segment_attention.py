@@ -11,7 +11,7 @@ from numba import types
 
 from midfill.kernels.cpu.bfloat16 import load_pairs, store_pairs
 from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type
-from midfill.kernels.cpu.kv_cache import KVArray
+from midfill.kernels.cpu.kv_cache import KVArray, transform_for
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.pair_segments import (
@@ -33,13 +33,14 @@ def _is_paired(entries: Any) -> bool:
 
 
 @inlined_kernel
-def _round_nothing(entries: KVArray, queries: Float32Array, count: int) -> None:
-    """Leave queries as they are."""
+def _transform_queries(entries: KVArray, queries: Float32Array, rows: int, head_dim: int) -> None:
+    for row in range(rows):
+        transform_for(entries, queries, row * head_dim, head_dim)
 
 
 @inlined_kernel
-def _round_queries(entries: KVArray, queries: Float32Array, count: int) -> None:
-    round_queries(queries, count)
+def _round_queries(entries: KVArray, queries: Float32Array, rows: int, head_dim: int) -> None:
+    round_queries(queries, rows * head_dim)
 
 
 @inlined_kernel
@@ -89,11 +90,11 @@ def _weigh_rows(
 
 @kernel_by_type
 def prepare_queries(entries: Any, *_: Any) -> Any:
-    """Prepare ``count`` numbers of scaled queries, in place, for keys in ``entries``.
+    """Prepare scaled queries, in place, for keys in ``entries``.
 
-    Arguments: (entries, queries float32 [rows * head_dim], count).
+    Arguments: (entries, queries float32 [rows * head_dim], rows, head_dim).
     """
-    return _round_queries if _is_paired(entries) else _round_nothing
+    return _round_queries if _is_paired(entries) else _transform_queries
 
 
 @kernel_by_type

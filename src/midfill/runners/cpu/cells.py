@@ -9,7 +9,7 @@ from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.runners.forward.cells import CellLayout, StoredCells, UInt8Array
 from midfill.runners.rope import rotations
 
-_DTYPES = {"float32": "f32", "uint16": "f16", "int16": "bf16", "int8": "i8"}
+_DTYPES = {"float32": "f32", "uint16": "f16", "int16": "bf16", "int8": "i8", "uint8": "i4"}
 
 
 class CpuCells:
@@ -25,8 +25,10 @@ class CpuCells:
     def __init__(
         self, cache: KVCache, head_dim: int, frequencies: Float32Array, pool: ThreadPool
     ) -> None:
-        self._keys = cache.keys.reshape(-1, head_dim)
-        self._values = cache.values.reshape(-1, head_dim)
+        self._head_dim = head_dim
+        entries = cache.count_entries(head_dim)
+        self._keys = cache.keys.reshape(entries, -1)
+        self._values = cache.values.reshape(entries, -1)
         self._key_scales, self._value_scales = cache.key_scales, cache.value_scales
         self._has_scales = len(cache.key_scales) > 0
         self._frequencies = frequencies
@@ -48,8 +50,8 @@ class CpuCells:
             (values, self._values, self._value_scales),
         ):
             self._pool.run(
-                write_cells, np.ascontiguousarray(cells), entries.shape[1],
-                np.ascontiguousarray(numbers).reshape(-1), entries.reshape(-1), scales,
+                write_cells, np.ascontiguousarray(cells), self._head_dim,
+                np.array(numbers, np.float32).reshape(-1), entries.reshape(-1), scales,
             )  # fmt: skip
 
     def take(
@@ -91,9 +93,9 @@ class CpuCells:
 
     def _read(self, entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float32Array:
         """Return what the numbers of [n] cells stand for: float32 [n, head_dim]."""
-        found = np.empty((len(cells), entries.shape[1]), np.float32)
+        found = np.empty((len(cells), self._head_dim), np.float32)
         self._pool.run(
-            read_cells, np.ascontiguousarray(cells), entries.shape[1], entries.reshape(-1), scales,
+            read_cells, np.ascontiguousarray(cells), self._head_dim, entries.reshape(-1), scales,
             found.reshape(-1),
         )  # fmt: skip
         return found
@@ -105,9 +107,9 @@ class CpuCells:
         self, cells: Int32Array, shift: Int32Array, layers: Int32Array | None
     ) -> tuple[KVArray, Float32Array]:
         """Return the keys of cells, moved: entries [n, head_dim], and scales [n] if there are."""
-        count, head_dim = len(cells), self._keys.shape[1]
+        count, head_dim = len(cells), self._head_dim
         cos, sin, turns = rotations(shift, self._frequencies, layers)
-        keys = np.empty((count, head_dim), self._keys.dtype)
+        keys = np.empty((count, self._keys.shape[1]), self._keys.dtype)
         scales = np.empty(count if self._has_scales else 0, np.float32)
         self._pool.run(
             rotate_cells, cells, turns, cos.reshape(-1), sin.reshape(-1), head_dim,

@@ -235,7 +235,7 @@ class PartAttention:
 
     def _layer_kv(self, layer: int) -> LayerKV:
         config = self.config
-        slots = len(self._cache.keys) // (config.layers * config.kv_heads * config.head_dim)
+        slots = self._cache.count_entries(config.head_dim) // (config.layers * config.kv_heads)
         return LayerKV(self._cache, slots, layer * config.kv_heads * slots)
 
 

@@ -28,7 +28,7 @@ from midfill.kernels.cpu.attention_parts import (
     AttentionParts,
 )
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized
+from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized, transform_for
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Int64Array
 from midfill.kernels.cpu.parts.keys import (
@@ -189,6 +189,7 @@ def _attend_block(
     for r in range(rows * group):
         at = ((row + r // group) * heads.query_heads + head + r % group) * dim
         finish_row(memory.totals, r, dim, out.values, at)
+        transform_for(kv.cache.values, out.values, at, dim)
         quantize(out, at, dim)
 
 

@@ -243,7 +243,7 @@ def load_queries(
         at = (row + r // group) * queries.stride + (first_head + r % group) * dim
         for d in range(0, dim, LANES):
             store(scaled, r * dim + d, multiply(load(queries.values, at + d), scale))
-    prepare_queries(kv.cache.keys, scaled, rows * group * dim)
+    prepare_queries(kv.cache.keys, scaled, rows * group, dim)
 
 
 @kernel

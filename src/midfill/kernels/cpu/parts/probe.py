@@ -6,7 +6,7 @@ from midfill.kernels.cpu.attention import Queries
 from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.attention_parts import AttentionParts
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized
+from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized, transform_for
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
 from midfill.kernels.cpu.parts.keys import (
@@ -191,5 +191,7 @@ def mean_keys(
         nothing = KVSpan(kv.cache.keys, base, memory.cells, 0, count * 0)
         shape = SegmentRows(rows, 1, SEGMENT, 0, dim, memory.ends[:0], 0, 0)
         weigh_segment(memory.scores, shape, span, nothing, means, unit * rows * dim)
+        for row in range(rows):
+            transform_for(kv.cache.keys, means, (unit * rows + row) * dim, dim)
         unit = take_work(sync, 1)
     barrier(sync, threads)

@@ -1,0 +1,17 @@
+"""What 4-bit entries of a KV cache hold, as NumPy sees it."""
+
+import numpy as np
+
+
+def hadamard_matrix(size: int) -> np.ndarray:
+    """Sylvester's orthogonal matrix of a power of two, the Hadamard transform's."""
+    if size == 1:
+        return np.ones((1, 1))
+    half = hadamard_matrix(size // 2) / np.sqrt(2)
+    return np.block([[half, half], [half, -half]])
+
+
+def unpacked(entries: np.ndarray) -> np.ndarray:
+    """Return the quants of uint8 entries, -8..7, flat."""
+    halves = entries.reshape(-1, 8).view(np.int8)
+    return np.concatenate([halves << 4 >> 4, halves >> 4], axis=1).reshape(-1)
