@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from fake_keys import CONFIG, KV_HEADS, LAYERS
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
@@ -25,9 +24,6 @@ from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, re
 from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import QUERY_BLOCK, query_blocks
-from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.torch.decoder import Decoder, PreparedBatch
-from midfill.runners.torch.runner import TorchRunner
 from serving import build_engine, request, serve
 
 
@@ -87,35 +83,11 @@ def test_streaming_heads_compute_in_proportion_to_the_prompt() -> None:
     assert streamed[2] < 0.1 * whole[2]
 
 
-class MaskedDecoder(Decoder):
-    """Attends by one matrix per kind of head: all earlier keys, or sinks and recent ones."""
-
-    retrieval: tuple[bool, ...]
-    streamed: torch.Tensor
-
-    def attend(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
-    ) -> torch.Tensor:
-        out = torch.empty_like(q)
-        for head in range(self.config.query_heads):
-            kv_head = head // (self.config.query_heads // self.config.kv_heads)
-            scores = q[:, head] @ k[:, kv_head].T * self.config.score_scale
-            whole = self.retrieval[index * self.config.kv_heads + kv_head]
-            seen = torch.ones_like(self.streamed).tril() if whole else self.streamed
-            out[:, head] = scores.masked_fill(~seen, -torch.inf).softmax(1) @ v[:, kv_head]
-        return out
-
-
-def streaming_mask(prompt: int, tokens: int, sinks: int, recent: int) -> torch.Tensor:
-    """Which keys rows of streaming heads see, where rows of a block see what its first one does."""
-    row, key = torch.arange(tokens)[:, None], torch.arange(tokens)
-    begin = torch.where(row < prompt, row // QUERY_BLOCK * QUERY_BLOCK, row - 1)
-    return (key <= row) & ((key < sinks) | (begin - key < recent))
-
-
 def test_a_streamed_prompt_of_1_000_tokens_and_its_answer_are_those_of_the_masked_matrix(
     tmp_path: Path,
 ) -> None:
+    from streaming_decoder import masked_logprobs  # needs torch, which the other tests don't
+
     folder = write_tiny("llama", tmp_path / "long", max_position_embeddings=2048)
     checkpoint = open_checkpoint(folder)
     retrieval = (True, False, False, False, False, True)
@@ -126,20 +98,9 @@ def test_a_streamed_prompt_of_1_000_tokens_and_its_answer_are_those_of_the_maske
     engine = build_engine(runner, method=split, token_budget=256)
     answer = serve(engine, [request("r", prompt, params)])["r", 0]
     runner.close()
-    ids = np.array([*prompt, *answer.tokens[:-1]], np.int32)
-    places, ends = np.arange(len(ids), dtype=np.int32), np.array([0, len(ids)], np.int32)
-    batch = ForwardBatch(ids, places, places, ends, ends, places, places[999:])
-    reference = TorchRunner(checkpoint, slots=len(ids))
-    decoder = MaskedDecoder(reference.config, reference.decoder.weights, reference.decoder.kv_cache)
-    decoder.retrieval = retrieval
-    decoder.streamed = streaming_mask(1000, len(ids), 4, 32)
-    with torch.inference_mode():
-        hidden = decoder.run_layers(
-            decoder.prepare(batch), decoder.embed(batch), 0, reference.config.layers
-        )
-        expected = decoder.compute_logits(batch, hidden).log_softmax(-1)[range(100), answer.tokens]
+    expected = masked_logprobs(checkpoint, [*prompt, *answer.tokens], 1000, split)
     found = [one.logprob for one in answer.logprobs]
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-3)
+    np.testing.assert_allclose(found, expected.numpy()[range(100), answer.tokens], atol=1e-3)
 
 
 @pytest.mark.parametrize(
