@@ -16,19 +16,24 @@ import pytest
 from forced_answers import ForcedAnswers
 
 from benchmarks.pruning import RandomTokens
+from midfill.arrays import Int64Array
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.compresskv import RetrievalVotes
+from midfill.methods.evict.razorattention import retrieval_heads
 from midfill.methods.evict.streaming_heads import HeadSplit
 from midfill.methods.evict.uncomp import GroupedHeads
 from midfill.methods.method import Method, ModelSpecific
 from midfill.methods.needles import needle_text
 from midfill.methods.registry import resolve_method
+from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.methods.reuse.method import LayerKV
 from midfill.methods.rows.lazyllm import LazyLLM
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
 from midfill.models.checkpoints.opening import model_digest, open_model
 from midfill.runners.cpu.runner import CpuRunner
 from midfill_lab.bench.methods.probes import Haystacks, names
+from midfill_lab.calibration.razorattention import HeadSearch
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
@@ -196,3 +201,60 @@ def test_tokens_that_lazyllm_chooses_are_nearer_to_dense_than_random_ones(
         divergences(model, method, model.questions) for method in (lazy, RandomTokens(lazy))
     )
     check_better(random_ones, chosen)
+
+
+@dataclass(frozen=True)
+class RandomChoice(CacheBlend):
+    """Computes as many tokens again, at random."""
+
+    def select(self, copied: LayerKV, computed: LayerKV) -> Int64Array:
+        count = len(copied.values)
+        return np.sort(np.random.default_rng(count).permutation(count)[: self.recomputed(count)])
+
+
+@dataclass(frozen=True)
+class FirstTokens(CacheBlend):
+    """Computes as many tokens again, the first of either text."""
+
+    def select(self, copied: LayerKV, computed: LayerKV) -> Int64Array:
+        count = len(copied.values)
+        again = self.recomputed(count)
+        return np.concatenate((np.arange(again // 2), count // 2 + np.arange(again - again // 2)))
+
+
+def test_tokens_that_deviate_most_repair_more_than_others(model: DefaultModel) -> None:
+    """Two texts that are cached behind other text, in one prompt; the first token's divergence."""
+    kinds = {
+        "none": CacheBlend(ratio=0.0),
+        "random": RandomChoice(),
+        "first": FirstTokens(),
+        "blend": CacheBlend(),
+        "half": CacheBlend(ratio=0.5),
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for number, question in enumerate(model.questions[:8]):
+        begin, one, other = np.split(np.array(question.prompt), [100, 500])
+        texts = [one.tolist(), other[:-30].tolist()]
+        asked = Question([*begin[::-1].tolist(), *texts[1], *texts[0], *other[-30:].tolist()], [1])
+        exact = model.logprobs(None, asked, "exact")
+        for text in texts:
+            model.logprobs(None, Question([*begin[:50].tolist(), *text], [1]), f"{number}")
+        for name, method in kinds.items():
+            rows = model.logprobs(method, asked, f"{number}")
+            found[name].append(float((np.exp(exact) * (exact - rows)).sum()))
+    mean = {name: np.mean(values) for name, values in found.items()}
+    assert mean["half"] < mean["blend"] < mean["none"]
+    assert mean["blend"] < min(mean["random"], mean["first"])
+
+
+def test_two_seeds_of_razorattentions_search_choose_nearly_the_same_heads(
+    model: DefaultModel,
+) -> None:
+    chosen = []
+    for seed in range(2):
+        work = HeadSearch(tokens=150, draws=1, seed=seed).open(model.checkpoint, lambda *_: None)
+        tables = work.step(0, work.start())
+        work.close()
+        chosen.append(retrieval_heads(tables, model.served.config, 0.14, 0.01))
+    one, other = chosen
+    assert (one & other).sum() >= 0.7 * (one | other).sum()
