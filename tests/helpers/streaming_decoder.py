@@ -4,6 +4,8 @@ import numpy as np
 import torch
 
 from midfill.methods.evict.streaming_heads import HeadSplit
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.runners.forward.attention import QUERY_BLOCK
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.decoder import Decoder, PreparedBatch
 from midfill.runners.torch.runner import TorchRunner
@@ -53,8 +55,51 @@ def streaming_logprobs(
     runner: TorchRunner, tokens: list[int], prompt: int, split: HeadSplit
 ) -> torch.Tensor:
     """Return the log probabilities [tokens after the prompt, vocab] of each next token."""
-    count = len(tokens)
-    numbers, ends = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
+    own = runner.decoder
+    decoder = StreamingDecoder(own.config, own.weights, own.kv_cache).with_split(split, prompt)
+    return _logprobs(decoder, tokens, prompt)
+
+
+class MaskedDecoder(Decoder):
+    """Attends by one matrix per kind of head: all earlier keys, or sinks and recent ones."""
+
+    def with_mask(self, split: HeadSplit, streamed: torch.Tensor) -> "MaskedDecoder":
+        self.split, self.streamed = split, streamed
+        return self
+
+    def attend(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for head in range(self.config.query_heads):
+            kv_head = head // (self.config.query_heads // self.config.kv_heads)
+            scores = q[:, head] @ k[:, kv_head].T * self.config.score_scale
+            whole = self.split.retrieval[index * self.config.kv_heads + kv_head]
+            seen = torch.ones_like(self.streamed).tril() if whole else self.streamed
+            out[:, head] = scores.masked_fill(~seen, -torch.inf).softmax(1) @ v[:, kv_head]
+        return out
+
+
+def masked_logprobs(
+    checkpoint: Checkpoint, tokens: list[int], prompt: int, split: HeadSplit
+) -> torch.Tensor:
+    """Return the same where streaming heads stream through the prompt as well.
+
+    Rows of a block of the prompt see what its first one does; later ones sinks, recent keys and
+    themselves.
+    """
+    count, rule = len(tokens), split.rule
+    row, key = torch.arange(count)[:, None], torch.arange(count)
+    begin = torch.where(row < prompt, row // QUERY_BLOCK * QUERY_BLOCK, row - 1)
+    streamed = (key <= row) & ((key < rule.sinks) | (begin - key < rule.recent))
+    own = TorchRunner(checkpoint, slots=count).decoder
+    decoder = MaskedDecoder(own.config, own.weights, own.kv_cache).with_mask(split, streamed)
+    return _logprobs(decoder, tokens, prompt)
+
+
+def _logprobs(decoder: Decoder, tokens: list[int], prompt: int) -> torch.Tensor:
+    """Return the log probabilities [tokens after the prompt, vocab] of each next token."""
+    numbers, ends = np.arange(len(tokens), dtype=np.int32), np.array([0, len(tokens)], np.int32)
     batch = ForwardBatch(
         token_ids=np.array(tokens, np.int32),
         positions=numbers,
@@ -64,10 +109,8 @@ def streaming_logprobs(
         kv_slots=numbers,
         logit_rows=numbers[prompt - 1 : -1],
     )
-    own = runner.decoder
-    decoder = StreamingDecoder(own.config, own.weights, own.kv_cache).with_split(split, prompt)
     with torch.inference_mode():
         hidden = decoder.run_layers(
-            decoder.prepare(batch), decoder.embed(batch), 0, own.config.layers
+            decoder.prepare(batch), decoder.embed(batch), 0, decoder.config.layers
         )
         return decoder.compute_logits(batch, hidden).log_softmax(-1)

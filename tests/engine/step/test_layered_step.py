@@ -1,14 +1,17 @@
 """Prefill by layers in the engine: the same answers, one group of layers per step, no stalls."""
 
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from toy_engine import prompt, sampling
 from toy_method import KeepLoudest
-from toy_runner import ToyRunner
+from toy_runner import HIDDEN, ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -75,12 +78,33 @@ def test_every_decode_has_its_token_in_each_step_and_a_prompt_one_group() -> Non
     assert any(output.request_id == "long" for output in outputs)
 
 
-def test_no_row_runs_through_a_layer_twice_and_hidden_rows_are_freed() -> None:
+def test_no_row_runs_through_a_layer_twice() -> None:
     runner = toy()
     engine = layered(runner)
     serve(engine, [request("long", prompt(70, 9), sampling(max_tokens=1))])
     assert sum((p.end - p.first) * p.batch.rows for p in runner.parts) == 70 * LAYERS
     assert engine.stats().computed_tokens == 70
+
+
+@pytest.mark.parametrize("end", ["finished", "cancelled"])
+def test_between_layers_a_row_is_held_for_each_token_and_freed_at_the_end(end: str) -> None:
+    engine = layered(toy())
+    engine.add(request("long", prompt(60, 9)))
+    for _ in range(3):
+        engine.step()
+        (sequence,) = engine._queues.running
+        assert sequence.layer_rows is not None
+        hidden = sequence.layer_rows.hidden
+        assert np.asarray(hidden).shape == (60, HIDDEN)
+    held = weakref.ref(hidden)
+    del hidden
+    if end == "cancelled":
+        engine.cancel("long")
+    engine.step()
+    assert sequence.layer_rows is None
+    gc.collect()
+    assert held() is None
+    serve(engine)
 
 
 def test_a_prompt_is_cached_after_its_last_layer_only() -> None:

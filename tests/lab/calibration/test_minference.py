@@ -62,6 +62,41 @@ def test_the_search_takes_what_holds_most_attention_within_the_budget() -> None:
     assert found["mass"][0, 0] == pytest.approx(mass[0, 0, 4, place])
 
 
+def planted_heads(rows: int) -> TorchProbe:
+    """A head with a window, one with far columns, and one whose blocks look at one block each."""
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=(rows, 64)).astype(np.float32)
+    codes /= np.linalg.norm(codes, axis=1, keepdims=True)
+    place = np.arange(rows)
+    topics = rng.normal(size=(rows // 64, 64)).astype(np.float32)
+    topics /= np.linalg.norm(topics, axis=1, keepdims=True)
+    by_block = topics[place // 64]
+    column = codes[rng.integers(0, rows // 2, 12)]
+    targets = [codes[np.maximum(place - 3, 0)], column[place % 12]]
+    targets.append(topics[rng.permutation(rows // 64)[place // 64] % (place // 64 + 1)])
+    keys = np.stack((codes, codes, by_block), axis=1)
+    queries = 30 * np.stack(targets, axis=1)
+    return TorchProbe(0, torch.from_numpy(queries), torch.from_numpy(keys), 1.0)
+
+
+def test_the_search_holds_more_attention_than_any_one_pattern_for_all_heads() -> None:
+    known = KnownLayer.of(planted_heads(1024))
+    shape = (1, 3, len(CANDIDATES), len(SIZES))
+    tables = {"mass": np.zeros(shape), "cost": np.zeros(shape)}
+    for number, candidate in enumerate(CANDIDATES):
+        for place, size in enumerate(SIZES):
+            sized = Pattern(candidate.shape, size * candidate.columns, size * candidate.diagonals)
+            mass, cost = known.evaluate(pattern_mask(known, (sized,) * 3))
+            tables["mass"][0, :, number, place], tables["cost"][0, :, number, place] = mass, cost
+    found = choose(tables, 0.2)
+    shapes = [CANDIDATES[int(number)].shape for number in found["pattern"][0]]
+    assert shapes[2] is Shape.BLOCKS
+    assert Shape.VERTICAL_SLASH in shapes
+    for number in range(len(CANDIDATES)):
+        alone = {name: table[:, :, number : number + 1] for name, table in tables.items()}
+        assert found["mass"].mean() > choose(alone, 0.2)["mass"].mean() + 0.1
+
+
 def test_what_the_search_knows_of_a_layer_is_what_a_probe_shows() -> None:
     first, rows = 128, 200
     rng = np.random.default_rng(0)

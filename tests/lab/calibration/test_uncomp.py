@@ -43,6 +43,13 @@ def test_entropy_does_not_depend_on_the_basis() -> None:
     assert matrix_entropy(rows @ rotation, 3) == pytest.approx(float(matrix_entropy(rows, 3)))
 
 
+def test_entropy_does_not_depend_on_how_far_rows_are_from_their_mean() -> None:
+    half = normal(20, 8) * np.arange(1, 9)
+    lengths = np.random.default_rng(1).uniform(0.1, 10, (20, 1))
+    rows, stretched = (np.concatenate((each, -each)) for each in (half, lengths * half))
+    assert matrix_entropy(stretched + 3, 3) == pytest.approx(float(matrix_entropy(rows, 3)))
+
+
 def test_a_kv_heads_entropy_is_the_mean_of_its_query_heads() -> None:
     queries = normal(30, KV_HEADS * GROUP, DIM) * np.arange(1, DIM + 1)
     expected = [

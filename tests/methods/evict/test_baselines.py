@@ -17,11 +17,12 @@ from fake_keys import (
 )
 from made_methods import make_method, small_method
 
+from midfill.errors import InvalidRequestError
 from midfill.methods.evict.cake import Cake, divide_budget
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.evict.streaming_llm import StreamingLLM
 from midfill.methods.evict.window_attention import average_pool, group_mean, window_attention
-from midfill.methods.registry import METHODS, methods_of
+from midfill.methods.registry import METHODS, methods_of, resolve_method
 
 TOKENS, WINDOW = 60, 6
 BUDGETED = [name for name, entry in METHODS.items() if "budget" in entry.options()]
@@ -131,6 +132,32 @@ def test_cake_gives_wide_and_changeable_layers_more() -> None:
     assert method.preference(changing + noise) > method.preference(peaked + noise)
 
 
+class EqualBudgets(Cake):
+    """Scores as CAKE does, and gives all layers the same."""
+
+    def preference(self, weights: np.ndarray) -> float:
+        return 1.0
+
+
+def test_cake_and_equal_budgets_keep_the_first_of_one_ranking() -> None:
+    """What they differ in is how many tokens layers keep, and nothing else."""
+    keys, _ = fake_keys(TOKENS)
+    queries = fake_queries(WINDOW)
+    own, equal = (
+        method.select(keys, queries) for method in (Cake(20, WINDOW), EqualBudgets(20, WINDOW))
+    )
+    assert own is not None
+    assert equal is not None
+    assert len(own.kept) == len(equal.kept) == 20 * LAYERS * KV_HEADS
+    sizes = set()
+    for layer, head in np.ndindex(LAYERS, KV_HEADS):
+        mine, theirs = (set(kept_of(each, layer, head)) for each in (own, equal))
+        assert len(theirs) == 20
+        assert mine <= theirs or mine >= theirs
+        sizes.add(len(mine))
+    assert len(sizes) > 1
+
+
 @pytest.mark.parametrize(
     ("preferences", "total", "most", "expected"),
     [
@@ -193,6 +220,14 @@ def test_prompts_of_any_length_have_a_valid_selection(
     selection = method.start(CONFIG).select(keys, queries)
     if selection is not None:
         selection.check(keys.counts)
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETED if name != "h2o"])
+def test_a_budget_without_room_for_more_than_what_always_stays_is_refused(name: str) -> None:
+    options = METHODS[name].options()
+    always = options.get("window", options.get("sinks"))
+    with pytest.raises(InvalidRequestError, match=f"budget must .*above the {always} tokens"):
+        resolve_method(f"{name}:budget={always}")
 
 
 @pytest.mark.parametrize("name", BUDGETED)

@@ -125,6 +125,31 @@ def test_layers_together_keep_every_token_of_a_long_prompt() -> None:
     assert len(np.unique(held)) == 1500
 
 
+def test_random_deletion_in_each_layer_leaves_holes_where_the_ladder_leaves_none() -> None:
+    held = advance(cache((30, 15, 0)), grown(np.zeros((30, 0), np.int32), 0, 1500))
+    rng = np.random.default_rng(0)
+    middle = np.arange(SINKS, 1500 - 30)
+    count = held.shape[1] - SINKS - 30
+    random = np.unique([rng.choice(middle, count, replace=False) for _ in held])
+    assert set(middle) <= set(held.reshape(-1).tolist())
+    assert len(set(middle) - set(random.tolist())) > 50
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_over_20_000_tokens_it_stays_as_small_and_older_text_is_thinner(
+    shape: tuple[int, int, int],
+) -> None:
+    one = cache(shape, interval=50)
+    held = advance(one, grown(np.zeros((shape[0], 0), np.int32), 0, 1600))
+    for token in range(1600, 20_000, 50):
+        held = advance(one, grown(held, token, 50))
+        assert one.size - one.ladder.freed < held.shape[1] <= one.size
+        assert one.cursor <= one.size
+    assert (held[:, :SINKS] == np.arange(SINKS)).all()
+    gaps = np.diff(held[:, SINKS:], axis=1).mean(axis=0)
+    assert gaps[: len(gaps) // 3].mean() > 2 * gaps[-(len(gaps) // 3) :].mean()
+
+
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [((32, 16, 0), (2, 1, 1)), ((32, 9, 3), (5, 2, 3)), ((32, 8, 4), (7, 2, 5))],

@@ -29,6 +29,27 @@ def test_heads_are_ranked_over_the_model_by_the_best_of_their_group() -> None:
     assert retrieval_heads(tables, CONFIG, 1.0, 0.0).all()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_heads_are_those_of_a_loop_over_all_heads_of_all_layers(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tables = dict(
+        zip(("induction", "echo"), rng.random((2, LAYERS, KV_HEADS * GROUP)), strict=True)
+    )
+    shares = {"induction": 0.25, "echo": 0.1}
+    expected = set()
+    for name, share in shares.items():
+        best = {}
+        for layer, query_head in np.ndindex(LAYERS, KV_HEADS * GROUP):
+            place = layer, query_head // GROUP
+            best[place] = max(best.get(place, 0.0), tables[name][layer, query_head])
+        for place, score in best.items():
+            above = sum(other > score for other in best.values())
+            if above < round(share * len(best)):
+                expected.add(place[0] * KV_HEADS + place[1])
+    found = retrieval_heads(tables, CONFIG, **shares)
+    assert set(np.flatnonzero(found).tolist()) == expected
+
+
 def test_a_search_is_the_same_every_time_and_is_used_by_the_model(tmp_path: Path) -> None:
     folder = write_tiny("llama", tmp_path / "llama")
     prompt = [list(np.random.default_rng(1).integers(1, VOCAB, 90))]

@@ -72,6 +72,22 @@ def test_each_head_keeps_what_its_group_may() -> None:
     assert len(selection.kept) == 24 * HEADS
 
 
+@pytest.mark.parametrize("high", [HIGH, ~HIGH, HIGH[::-1], HIGH | True])
+def test_with_equal_budgets_it_keeps_what_the_window_attends_to_whatever_the_grouping(
+    high: np.ndarray,
+) -> None:
+    method = UNComp(budget=24, window=WINDOW, interval=0, ratio=1)
+    keys, store = fake_keys(PROMPT)
+    queries = fake_queries(WINDOW)
+    selection = GroupedHeads(method, tuple(high.tolist())).start(CONFIG).select(keys, queries)
+    assert selection is not None
+    weights = naive_attention(store, queries, PROMPT)
+    for layer, head in np.ndindex(LAYERS, KV_HEADS):
+        scores = naive_scores(weights[layer, head * GROUP : (head + 1) * GROUP])
+        best = sorted(np.argsort(-scores, kind="stable")[: 24 - WINDOW].tolist())
+        assert kept_of(selection, layer, head) == [*best, *range(PROMPT - WINDOW, PROMPT)]
+
+
 def test_heads_hold_equally_many_keys_at_every_token_of_the_answer() -> None:
     """Against rows of attention that are kept as they were, one head after the other."""
     method = UNComp(budget=24, window=WINDOW, interval=1)

@@ -5,7 +5,7 @@ The naive reference computes one row of one layer at a time, over KV that it hol
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -319,6 +319,57 @@ def test_text_may_occur_twice(runner: CpuRunner) -> None:
     assert same(ask(after(engine_of(runner, ALL), source), twice), exact(runner, twice))
     ask(engine := after(engine_of(runner, replace(BLEND, ratio=0.0)), source), twice)
     assert engine.stats().reused_tokens == 2 * len(BODY)
+
+
+@dataclass(frozen=True)
+class Recording(CacheBlend):
+    """Keeps what it was shown last."""
+
+    shown: list[LayerKV] = field(default_factory=list, hash=False, compare=False)
+
+    def select(self, copied: LayerKV, computed: LayerKV) -> Int64Array:
+        self.shown[:] = copied, computed
+        return super().select(copied, computed)
+
+
+def shown(runner: CpuRunner, layer: int, sources: list[list[int]], tokens: list[int]) -> LayerKV:
+    """Return by how much KV of copied tokens is off in a layer: computed minus copied."""
+    method = Recording(ratio=0.2, check_layer=layer, min_run=8)
+    ask(after(engine_of(runner, method), *sources), tokens)
+    copied, computed = method.shown
+    return LayerKV(computed.keys - copied.keys, computed.values - copied.values)
+
+
+def test_in_the_first_layer_copied_kv_is_that_of_its_new_place(runner: CpuRunner) -> None:
+    first = shown(runner, 0, [FIRST], JUMP)
+    assert len(first.keys) == len(TAIL) + len(BODY)
+    np.testing.assert_allclose(first.keys, 0, atol=1e-4)
+    np.testing.assert_allclose(first.values, 0, atol=1e-5)
+    second = shown(runner, 1, [FIRST], JUMP)
+    assert np.square(second.keys).sum(axis=(1, 2)).mean() > 0.1
+    assert np.square(second.values).sum(axis=(1, 2)).mean() > 0.1
+
+
+def test_keys_that_are_not_turned_are_those_of_no_place(
+    runner: CpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = type(runner.cells).take
+    monkeypatch.setattr(
+        type(runner.cells), "take", lambda cells, at, shift, *rest: take(cells, at, None, *rest)
+    )
+    first = shown(runner, 0, [FIRST], JUMP)
+    assert np.square(first.keys).sum(axis=(1, 2)).mean() > 0.1
+
+
+def test_a_changed_token_changes_deviations_of_later_text_only(runner: CpuRunner) -> None:
+    sources = [[7, *BODY], [9, *TAIL]]
+    between = text(10, 31)
+    found = []
+    for token in between[4], 4:
+        changed = [*between[:4], token, *between[5:]]
+        found.append(shown(runner, 1, sources, [1, *BODY, *changed, *TAIL, 3]).values)
+    np.testing.assert_array_equal(found[0][: len(BODY)], found[1][: len(BODY)])
+    assert (found[0][len(BODY) :] != found[1][len(BODY) :]).any(axis=(1, 2)).all()
 
 
 @pytest.mark.parametrize("budget", [3, 17, 128, 512])

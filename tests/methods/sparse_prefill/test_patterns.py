@@ -193,6 +193,80 @@ def test_cross_pairs_are_those_of_a_triple_loop(blocks: int) -> None:
                 assert found[place, head, column] == expected
 
 
+def naive_best_pairs(probe: NaiveProbe, head: int, gamma: float, size: int) -> set[tuple[int, int]]:
+    """Pairs (block of rows, block of keys) of one head, taken one by one, the largest first."""
+    queries = probe.mean_queries(size)[head]
+    keys = probe.mean_keys(size)[head // (probe.query_heads // probe.kv_heads)]
+    weights = {}
+    for place, query in enumerate(queries):
+        own = probe.first // size + place
+        powers = [np.exp(float(query @ keys[block]) * probe.scale) for block in range(own + 1)]
+        for block, power in enumerate(powers):
+            weights[own, block] = power / sum(powers)
+    taken, covered = set(), 0.0
+    for pair in sorted(weights, key=lambda pair: -weights[pair]):
+        covered += weights[pair]
+        if taken and covered > gamma * len(queries):
+            break
+        taken.add(pair)
+    return taken
+
+
+@pytest.mark.parametrize("at", [Setting(0, 448), Setting(256, 130)], ids=str)
+@pytest.mark.parametrize("gamma", [0.3, 0.6, 0.9])
+def test_the_best_pairs_are_those_of_a_loop_that_takes_the_largest_first(
+    at: Setting, gamma: float
+) -> None:
+    probe = at.probe(8)
+    probe._queries *= 6  # rows differ in what they attend to
+    found = choose_pairs(probe, FlexPrefill(gamma=gamma, tau=1.0, least=64))
+    first, masses = at.first // 64, probe.masses(min(64, at.rows))
+    for head in range(probe.query_heads):
+        column, distance = (
+            max(range(0, at.keys, 64), key=lambda start: own[start : start + 64].sum()) // 64
+            for own in (mass[head] for mass in masses)
+        )
+        beside = {
+            (row, key)
+            for row in range(first, first + len(found))
+            for key in range(row + 1)
+            if key in (0, row, column, row - distance)
+        }
+        pairs = {(first + int(row), int(key)) for row, key in np.argwhere(found[:, head])}
+        assert pairs == naive_best_pairs(probe, head, gamma, 64) | beside
+
+
+def test_the_attention_inside_the_chosen_blocks_grows_with_gamma() -> None:
+    """Counted columns cover gamma; blocks that hold as many columns promise nothing."""
+    at = Setting(1024, 256)
+    probe = at.probe(9)
+    probe._queries *= 4
+    columns, diagonals = probe.masses(64)
+    inside = []
+    for gamma in (0.3, 0.6, 0.9, 1.0):
+        for mass in (columns / 64, diagonals / 64):
+            counts = covering(mass, min(gamma, 0.999))
+            best = -np.sort(-mass, axis=1)
+            covered = [row[:count].sum() for row, count in zip(best, counts, strict=True)]
+            assert min(covered) >= min(gamma, 0.999)
+        pairs = choose_pairs(probe, FlexPrefill(gamma=gamma, tau=0.0, least=64))
+        listed = block_lists(pairs, 64, at.first, at.rows).mask(at.rows, at.keys)
+        rows = at.rows - 64
+        weights = probe_weights(probe, 64)
+        inside.append(float((weights * listed[:, rows:]).sum() / weights.sum()))
+    assert inside == sorted(inside)
+    assert inside[0] < inside[-2] < 0.9 < inside[-1] == pytest.approx(1)
+
+
+def probe_weights(probe: NaiveProbe, rows: int) -> np.ndarray:
+    """Softmax weights [heads, rows, keys] of the last rows."""
+    keys = probe._keys.repeat(probe.query_heads // probe.kv_heads, axis=1)
+    scores = np.einsum("qhd,khd->hqk", probe._queries[-rows:], keys) * probe.scale
+    seen = np.tri(rows, len(keys), len(keys) - rows, dtype=bool)
+    powers = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return powers / powers.sum(-1, keepdims=True)
+
+
 def test_flexprefill_covers_more_with_gamma_and_all_with_1() -> None:
     at = Setting(512, 256)
     counts = [

@@ -1,0 +1,62 @@
+"""Distributions that a model has for the tokens of a given answer, under a method."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from midfill.engine.request import EngineSamplingParams
+from midfill.methods.method import Method
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.logits import log_softmax
+from serving import build_engine, request, serve
+
+
+class ForcingRunner:
+    """A runner whose greedy tokens are those of an answer, whatever is most likely.
+
+    Attributes:
+        answer: the tokens.
+        seen: log probabilities [vocab] at each of them so far.
+    """
+
+    def __init__(self, runner: CpuRunner) -> None:
+        self._runner = runner
+        self.answer: Sequence[int] = ()
+        self.seen: list[np.ndarray] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: ForwardBatch) -> np.ndarray:
+        return self._noted(self._runner.forward(batch))
+
+    def compute_logits(self, batch: ForwardBatch, hidden: np.ndarray) -> np.ndarray:
+        return self._noted(self._runner.compute_logits(batch, hidden))
+
+    def argmax_tokens(self, logits: np.ndarray) -> list[int]:
+        return [self.answer[len(self.seen) - 1]] * len(logits)
+
+    def _noted(self, logits: np.ndarray) -> np.ndarray:
+        self.seen += [log_softmax(row) for row in logits]
+        return logits
+
+
+class ForcedAnswers:
+    """Asks one engine, in which every exact prompt stays cached, for given answers."""
+
+    def __init__(self, runner: CpuRunner, methods: dict[str, Method | None]) -> None:
+        self._forcing = ForcingRunner(runner)
+        # A prompt is one step, and no answer is drafted.
+        self._engine = build_engine(self._forcing, token_budget=8192, methods=methods)  # type: ignore[arg-type]
+
+    def logprobs(
+        self, method: str, prompt: Sequence[int], answer: Sequence[int], tenant: str = ""
+    ) -> np.ndarray:
+        """Return the log probabilities [answer's tokens, vocab]; tenants share no cache."""
+        self._forcing.answer, self._forcing.seen = answer, []
+        params = EngineSamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
+        found = serve(self._engine, [request("r", prompt, params, tenant, method=method)])["r", 0]
+        assert found.tokens == list(answer)
+        return np.array(self._forcing.seen)

@@ -1,0 +1,248 @@
+"""On the default model, methods answer better than the same budget spent without their idea.
+
+Needles are numbers hidden in source code, unlike the sentences that heads and gates were found
+with. Scores are mean log probabilities of an answer's tokens after the first, which sees the whole
+prompt under every method of eviction. Differences are paired, text by text.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import pytest
+from forced_answers import ForcedAnswers
+
+from benchmarks.pruning import RandomTokens
+from midfill.engine.request import EngineSamplingParams
+from midfill.methods.evict.cake import Cake
+from midfill.methods.evict.compresskv import RetrievalVotes
+from midfill.methods.evict.razorattention import retrieval_heads
+from midfill.methods.evict.streaming_heads import HeadSplit
+from midfill.methods.evict.uncomp import GroupedHeads
+from midfill.methods.method import Method, ModelSpecific
+from midfill.methods.needles import needle_text
+from midfill.methods.registry import resolve_method
+from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.methods.rows.lazyllm import LazyLLM
+from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_prefill.flexprefill import FlexPrefill
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import model_digest, open_model
+from midfill.runners.cpu.runner import CpuRunner
+from midfill_lab.bench.methods.probes import Haystacks, names
+from midfill_lab.calibration.razorattention import HeadSearch
+from serving import build_engine, request, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+
+TEXTS, TOKENS = 12, 1000
+STUDENT = 2.20
+"""97.5% quantile of Student's distribution with ``TEXTS`` - 1 degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt that ends with a question, and the answer's tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class DefaultModel:
+    """The default model, asked for known answers."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.checkpoint = checkpoint = open_model(
+            REGISTERED[DEFAULT_MODEL].path, resolve_adapter(DEFAULT_MODEL, None)
+        )
+        self.served = ServedModel(checkpoint.config, digest=model_digest(checkpoint))
+        self.methods: dict[str, Method | None] = {"none": None}
+        self.runner = CpuRunner.load(checkpoint, slots=TEXTS * TOKENS + 3000, threads=1)
+        stack.callback(self.runner.close)
+        self._answers = ForcedAnswers(self.runner, self.methods)
+        tokenizer = checkpoint.tokenizer
+        haystacks = Haystacks(tokenizer.encode, seed=0)
+        self.questions = []
+        for number in range(TEXTS):
+            rng = random.Random(number)
+            (name,), code = names(1, rng), rng.randrange(100_000, 1_000_000)
+            asked = tokenizer.encode_continuation(f"\n# The pass code of the {name} is")
+            needle = (number % 5 + 0.5) / 5, f"# The pass code of the {name} is {code}.\n"
+            text = haystacks.hide(number, TOKENS - len(asked), [needle])
+            answer = tokenizer.encode_continuation(f" {code}.\n")
+            self.questions.append(Question([*text, *asked], answer))
+
+    def make(self, specification: str) -> object:
+        """Return a method that is ready for the model."""
+        method = resolve_method(specification)
+        return method.for_model(self.served) if isinstance(method, ModelSpecific) else method
+
+    def logprobs(self, method: object, question: Question, tenant: str = "") -> np.ndarray:
+        """Return the log probabilities [answer's tokens, vocab] under a method."""
+        name = "none" if method is None else repr(method)
+        self.methods[name] = cast("Method | None", method)
+        return self._answers.logprobs(name, question.prompt, question.answer, tenant)
+
+    def scores(self, method: object) -> np.ndarray:
+        """Return each answer's mean log probability per token after the first: [texts]."""
+        found = []
+        for question in self.questions:
+            rows = self.logprobs(method, question)
+            found.append(rows[np.arange(len(rows)), question.answer][1:].mean())
+        return np.array(found)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[DefaultModel]:
+    with ExitStack() as stack:
+        yield DefaultModel(stack)
+
+
+def check_better(better: np.ndarray, worse: np.ndarray) -> None:
+    """Check that the mean difference of pairs is above 0 with all of its 95% interval."""
+    difference = better - worse
+    radius = STUDENT * difference.std(ddof=1) / np.sqrt(len(difference))
+    assert difference.mean() > radius, f"{difference.mean():.3f} ± {radius:.3f}"
+
+
+def shuffled(split: HeadSplit, seed: int) -> HeadSplit:
+    """As many heads that keep all keys, at random."""
+    order = np.random.default_rng(seed).permutation(len(split.retrieval))
+    return replace(split, retrieval=tuple(split.retrieval[place] for place in order))
+
+
+def split_of(model: DefaultModel, specification: str) -> HeadSplit:
+    split = model.make(specification)
+    assert isinstance(split, HeadSplit)
+    return split
+
+
+def test_razorattentions_heads_find_more_than_as_many_at_random(model: DefaultModel) -> None:
+    split = split_of(model, "razorattention:recent=64,share=0")
+    found = model.scores(split)
+    for seed in range(2):
+        check_better(found, model.scores(shuffled(split, seed)))
+
+
+def test_duoattentions_gates_find_more_than_random_ones_and_these_more_than_none(
+    model: DefaultModel,
+) -> None:
+    split = split_of(model, "duoattention:sinks=4,recent=64")
+    random_gates = np.mean([model.scores(shuffled(split, seed)) for seed in range(2)], axis=0)
+    check_better(model.scores(split), random_gates)
+    none = replace(split, retrieval=(False,) * len(split.retrieval))
+    check_better(random_gates, model.scores(none))
+
+
+class EqualBudgets(Cake):
+    """Scores as CAKE does, and gives all layers the same."""
+
+    def preference(self, weights: np.ndarray) -> float:
+        return 1.0
+
+
+def test_cake_finds_more_than_equal_budgets_and_these_more_than_a_window(
+    model: DefaultModel,
+) -> None:
+    equal = model.scores(EqualBudgets(budget=64))
+    check_better(model.scores(Cake(budget=64)), equal)
+    check_better(equal, model.scores(model.make("streamingllm:budget=64")))
+
+
+def test_compresskvs_heads_and_budgets_find_more_than_all_heads_and_equal_ones(
+    model: DefaultModel,
+) -> None:
+    votes = model.make("compresskv:budget=64")
+    assert isinstance(votes, RetrievalVotes)
+    layers, heads = model.served.config.layers, model.served.config.query_heads
+    plain = replace(votes, heads=(tuple(range(heads)),) * layers, errors=(1.0,) * layers)
+    found = model.scores(plain)
+    check_better(model.scores(votes), found)
+    check_better(found, model.scores(model.make("streamingllm:budget=64")))
+
+
+def test_uncomps_grouping_is_no_worse_than_reversed(model: DefaultModel) -> None:
+    grouped = model.make("uncomp:budget=64")
+    assert isinstance(grouped, GroupedHeads)
+    reverse = replace(grouped, high=tuple(not high for high in grouped.high))
+    assert model.scores(grouped).mean() > model.scores(reverse).mean()
+
+
+def divergences(model: DefaultModel, method: object, questions: Sequence[Question]) -> np.ndarray:
+    """Return the mean divergence from full KV of the answers' later tokens: [questions]."""
+    found = []
+    for question in questions:
+        exact, other = (model.logprobs(each, question) for each in (None, method))
+        found.append((np.exp(exact) * (exact - other)).sum(axis=1)[1:].mean())
+    return np.array(found)
+
+
+def test_lazyllm_is_further_from_dense_without_its_cache_of_hidden_rows(
+    model: DefaultModel,
+) -> None:
+    """Answers of six words, each of which needs another place of the prompt."""
+    tokenizer, questions = model.checkpoint.tokenizer, []
+    for number in range(TEXTS):
+        text = needle_text(tokenizer, TOKENS, 6, 3 * number, seed=1)
+        questions.append(Question(text.token_ids.tolist(), text.answer.tolist()))
+    revived, left = (
+        divergences(model, LazyLLM(keep="0.5", revive=each), questions) for each in (1, 0)
+    )
+    check_better(left, revived)
+
+
+def test_tokens_that_lazyllm_chooses_are_nearer_to_dense_than_random_ones(
+    model: DefaultModel,
+) -> None:
+    lazy = LazyLLM(keep="0.7")
+    chosen, random_ones = (
+        divergences(model, method, model.questions) for method in (lazy, RandomTokens(lazy))
+    )
+    check_better(random_ones, chosen)
+
+
+def test_the_more_tokens_are_computed_again_the_nearer_is_the_answer(model: DefaultModel) -> None:
+    """Two texts that are cached behind other text, in one prompt; the first token's divergence."""
+    ratios = (0.0, 0.15, 0.5)
+    found: list[list[float]] = []
+    for number, question in enumerate(model.questions[:8]):
+        begin, one, other = np.split(np.array(question.prompt), [100, 500])
+        texts = [one.tolist(), other[:-30].tolist()]
+        asked = Question([*begin[::-1].tolist(), *texts[1], *texts[0], *other[-30:].tolist()], [1])
+        exact = model.logprobs(None, asked, "exact")
+        for text in texts:
+            model.logprobs(None, Question([*begin[:50].tolist(), *text], [1]), f"{number}")
+        rows = [model.logprobs(CacheBlend(ratio=each), asked, f"{number}") for each in ratios]
+        found.append([float((np.exp(exact) * (exact - each)).sum()) for each in rows])
+    none, some, half = np.mean(found, axis=0)
+    assert half < some < none
+
+
+def test_two_seeds_of_razorattentions_search_choose_nearly_the_same_heads(
+    model: DefaultModel,
+) -> None:
+    chosen = []
+    for seed in range(2):
+        work = HeadSearch(tokens=150, draws=1, seed=seed).open(model.checkpoint, lambda *_: None)
+        tables = work.step(0, work.start())
+        work.close()
+        chosen.append(retrieval_heads(tables, model.served.config, 0.14, 0.01))
+    one, other = chosen
+    assert (one & other).sum() >= 0.7 * (one | other).sum()
+
+
+def test_a_repeated_text_needs_fewer_blocks_than_random_words(model: DefaultModel) -> None:
+    rng = random.Random(0)
+    words = [rng.choice(model.questions[0].prompt) for _ in range(2048)]
+    for gamma in (0.9, 0.95):
+        shares = []
+        for prompt in (words[:256] * 8, words):
+            method = FlexPrefill(gamma=gamma, least=64, chunk=512, dense=512)
+            engine = build_engine(model.runner, method=method)
+            params = EngineSamplingParams(temperature=0.0, max_tokens=1)
+            serve(engine, [request("r", prompt, params)])
+            shares.append(engine.stats().listed_pairs / engine.stats().causal_pairs)
+        assert shares[0] < shares[1]
