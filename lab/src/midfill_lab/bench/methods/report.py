@@ -16,7 +16,7 @@ from midfill_lab.bench.methods.results import (
     Task,
     Variant,
 )
-from midfill_lab.evaluation.report import estimate_cell
+from midfill_lab.evaluation.report import estimate_cell, figure_cell
 from midfill_lab.evaluation.summary import (
     Estimate,
     estimate_difference,
@@ -159,7 +159,7 @@ def _null_row(result: ModelResult, variant: Variant) -> dict[str, str]:
         "needle": _text(needle),
         "among others": _text(others),
         "gain, points": _NOTHING if gained is None else estimate_cell(gained.found, signed=True),
-        "gain, nats": _NOTHING if gained is None else _signed(gained.logprob),
+        "gain, nats": _NOTHING if gained is None else figure_cell(gained.logprob, signed=True),
         "method is": _NOTHING if gained is None else gained.verdict,
     }
 
@@ -256,11 +256,6 @@ def _mean(found: Estimate, digits: int) -> str:
     if found.low == found.high:
         return f"{found.value:.{digits}f}"
     return f"{found.value:.{digits}f} ±{(found.high - found.low) / 2:.{digits}f}"
-
-
-def _signed(found: Estimate) -> str:
-    """Return a difference with its interval."""
-    return f"{found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
 
 
 class Recall(NamedTuple):
