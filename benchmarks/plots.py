@@ -243,14 +243,19 @@ def _draw_panel(axes: Any, panel: _Panel, variants: list[Variant], result: Model
 def _logprob(*tasks: str) -> Callable[[ModelResult, str], float | None]:
     def measure(result: ModelResult, specification: str) -> float | None:
         found = recall(result, specification, tasks)  # type: ignore[arg-type]
-        return None if found is None else found.logprob
+        return None if found is None else found.logprob.value
 
     return measure
 
 
 def _divergence(result: ModelResult, specification: str) -> float | None:
     found = prediction(result, specification)
-    return None if found is None else found.divergence
+    return None if found is None else found.divergence.value
+
+
+def _exact(result: ModelResult, specification: str) -> float | None:
+    found = exact_holes(result, specification)
+    return None if found is None else found.value
 
 
 _ORDINATE = "mean log-probability of the answer"
@@ -258,5 +263,5 @@ _PANELS = (
     _Panel("held-out code: lower is better", "KL from full KV, nats", _divergence, True),
     _Panel("needles, question seen", _ORDINATE, _logprob("needle", "multi-key")),
     _Panel("shared contexts, question not seen", _ORDINATE, _logprob("requests")),
-    _Panel("lines filled in exactly", "share", exact_holes),
+    _Panel("lines filled in exactly", "share", _exact),
 )

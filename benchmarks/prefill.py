@@ -207,6 +207,28 @@ class RandomCross(AShape):
         return cross_mask(columns, diagonals, first, rows)
 
 
+@dataclass(frozen=True)
+class RandomBlocks(RandomCross):
+    """The first keys, each block's own, and blocks of keys at random, other ones for each block."""
+
+    def mask(self, first: int, rows: int, seed: tuple[int, ...] = (0, 0)) -> BoolArray:
+        """Return what one head attends to: [blocks, 1, keys]."""
+        keys = first + rows
+        rng = np.random.default_rng((*seed, first))
+        listed = np.zeros((query_blocks(rows), 1, keys), bool)
+        for number, own in enumerate(listed[:, 0]):
+            start = first + number * QUERY_BLOCK
+            before = start // QUERY_BLOCK
+            chosen = rng.choice(before, min(before, round(self.share * before)), replace=False)
+            for block in chosen * QUERY_BLOCK:
+                own[block : block + QUERY_BLOCK] = True
+            own[:SINKS] = True
+            end = min(start + QUERY_BLOCK, keys)
+            own[max(end - QUERY_BLOCK, 0) : end] = True
+            own[end:] = False
+        return listed
+
+
 def of_equal_cost(
     make: Callable[[ChunkRule, float], AShape], rule: ChunkRule, tokens: int, pairs: float
 ) -> AShape:
@@ -240,7 +262,7 @@ def _pairs(method: AShape, tokens: int) -> int:
 
 
 _REST = "own block"
-_BASELINES = (("A-shape", AShape), ("random", RandomCross))
+_BASELINES = (("A-shape", AShape), ("random", RandomCross), ("random blocks", RandomBlocks))
 _ANSWER_ROOM = 64
 
 
@@ -469,7 +491,7 @@ def prefill_table(report: PrefillReport) -> ResultTable:
         f" log-probability of its tokens in {prompts} prompts, and how many a greedy answer"
         f" finds; KL: of the {options.scored} tokens before the answer and of the answer, in nats"
         " per token from dense attention. Baselines compute as many products as the method beside"
-        " them: the first keys and a window; columns and diagonals at random."
+        " them: the first keys and a window; columns and diagonals at random; blocks at random."
         f" {report.machine}; load {report.load:.1f} before the run.",
     )
 

@@ -1,9 +1,10 @@
 """Methods that drop rows between layers: time to the first token, work, and the answers.
 
 Every method answers the same prompts, real source text with a needle in it or cut at some line.
-The known answer is forced, as token healing forces bytes, and its log-probability summed up; so the
-rows that are revived while decoding count, too. Beside each method stand the same shares of random
-tokens, and the same tokens without revival.
+The known answer's tokens are forced one by one, whatever the method finds more likely: log
+probabilities are of the same tokens under every method, and the rows that are revived while
+decoding count, too. Beside each method stand the same shares of random tokens, and the same tokens
+without revival.
 """
 
 import random
@@ -47,6 +48,8 @@ from midfill_lab.cli.bench.options import (
     JsonOption,
 )
 from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.evaluation.report import estimate_cell, figure_cell
+from midfill_lab.evaluation.summary import estimate_difference, estimate_mean, estimate_share
 from midfill_lab.reporting import ResultTable
 
 KEEP = (0.7, 0.5, 0.3)
@@ -63,10 +66,12 @@ class RandomTokens:
     Attributes:
         other: the other method.
         seed: of the choice.
+        sinks: first tokens, which stay: a choice without them loses for that reason alone.
     """
 
     other: LazyLLM
     seed: int = 0
+    sinks: int = 4
 
     @property
     def scoring_rows(self) -> int:
@@ -81,7 +86,9 @@ class RandomTokens:
 
     def select(self, place: int, scores: Float32Array, prompt: int) -> Int64Array:
         rng = np.random.default_rng([self.seed, place, len(scores)])
-        return self.other.select(place, rng.random(len(scores), np.float32), prompt)
+        drawn = rng.random(len(scores), np.float32)
+        drawn[: self.sinks] = 1.0
+        return self.other.select(place, drawn, prompt)
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,12 +97,14 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         task: "needle" or "code".
         tokens: of the prompt.
-        gold: the text.
+        gold: tokens of the text.
+        file: number of the file that the prompt begins with.
     """
 
     task: str
     tokens: list[int]
-    gold: str
+    gold: list[int]
+    file: int
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +117,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         key_pairs: pairs of a row and a key meanwhile, all layers together.
         token_seconds: seconds per token after the first.
         kl: of the first token's distribution from that of all rows, in nats.
-        gold: log-probability of the known text, in nats.
+        gold: mean log-probability of the known text's tokens, in nats.
+        found: whether each of them was the most likely.
     """
 
     ttft: float
@@ -118,6 +128,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     token_seconds: float
     kl: float
     gold: float
+    found: bool
 
 
 class VariantAnswers(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +165,7 @@ class PruningReport(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     tokens: int
     tasks: list[str]
+    files: list[int]
     variants: list[VariantAnswers]
 
 
@@ -161,7 +173,7 @@ def measure_pruning(
     model: str,
     *,
     tokens: int = 4000,
-    repeats: int = 2,
+    repeats: int = 14,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PruningReport:
@@ -202,6 +214,7 @@ def measure_pruning(
             text=haystacks.source,
             tokens=tokens,
             tasks=[probe.task for probe in probes],
+            files=[probe.file for probe in probes],
             variants=[VariantAnswers(name=name, answers=found) for name, found in answers.items()],
         )
 
@@ -214,18 +227,20 @@ def _probes(
     repeats: int,
 ) -> list[Probe]:
     """Return needles at each depth, and as many beginnings of code."""
+    continuation = checkpoint.tokenizer.encode_continuation
     probes = []
     for number in range(repeats * len(_DEPTHS)):
         rng = random.Random(number)
         (name,), code = names(1, rng), str(rng.randrange(1000, 10_000))
         needle = (_DEPTHS[number % len(_DEPTHS)], f"# The pass code of the {name} is {code}.\n")
-        question = checkpoint.tokenizer.encode_continuation(f"\n# The pass code of the {name} is")
+        question = continuation(f"\n# The pass code of the {name} is")
         context = haystacks.hide(number, tokens - len(question), [needle])
-        probes.append(Probe(task="needle", tokens=[*context, *question], gold=f" {code}."))
-        text = "".join(haystacks.lines(number + 7, tokens + _GOLD_CHARACTERS))
+        asked, gold = [*context, *question], continuation(f" {code}.")
+        probes.append(Probe(task="needle", tokens=asked, gold=gold, file=number))
+        text = "".join(haystacks.lines(number, tokens + _GOLD_CHARACTERS))
         begin = _cut(text, encode, tokens)
-        gold = text[begin : begin + _GOLD_CHARACTERS]
-        probes.append(Probe(task="code", tokens=encode(text[:begin]), gold=gold))
+        gold = continuation(text[begin : begin + _GOLD_CHARACTERS])
+        probes.append(Probe(task="code", tokens=encode(text[:begin]), gold=gold, file=number))
     return probes
 
 
@@ -278,57 +293,58 @@ class _Bench:
                 for.
         """
         self._asked += 1
-        gold, name = probe.gold.encode(), f"{self._asked}"
+        name = f"{self._asked}"
         sampling = EngineSamplingParams(
-            temperature=0.0, max_tokens=len(gold), ignore_eos=True, logprobs=0
+            temperature=0.0, max_tokens=len(probe.gold), ignore_eos=True
         )
         request = EngineRequest(
-            request_id=name, tenant=name, token_ids=probe.tokens, sampling=sampling,
-            begins_with=gold, method=method,
-        )  # fmt: skip
+            request_id=name, tenant=name, token_ids=probe.tokens, sampling=sampling, method=method
+        )
         self._tap.restart()
+        self._tap.force(probe.gold)
         started, used = time.perf_counter(), time.process_time()
         self._engine.add(request)
         outputs: list[EngineOutput] = []
         while not outputs:
             outputs += _checked(self._engine.step())
         ttft, processor = time.perf_counter() - started, time.process_time() - used
-        work, first = self._tap.work, self._tap.first
-        assert first is not None
+        work = self._tap.work
         self._tap.restart()
-        started, steps = time.perf_counter(), 0
-        while len(self._text(outputs)) < len(gold):
-            outputs += _checked(self._engine.step())
-            steps += 1
-        taken = time.perf_counter() - started
-        self._engine.cancel(name)
+        started = time.perf_counter()
         while self._engine.has_work():
-            self._engine.step()
+            outputs += _checked(self._engine.step())
+        taken = time.perf_counter() - started
+        assert [token for output in outputs for token in output.token_ids] == probe.gold
+        rows = np.array(self._tap.rows)
+        first = rows[0]
         exact = first if exact is None else exact
         return Answer(
             ttft=ttft,
             processor=processor,
             rows=work.rows,
             key_pairs=work.key_pairs,
-            token_seconds=taken / max(steps, 1),
+            token_seconds=taken / max(len(probe.gold) - 1, 1),
             kl=float((np.exp(exact) * (exact - first)).sum(dtype=np.float64)),
-            gold=sum(score.logprob for output in outputs for score in output.logprobs or ()),
+            gold=float(rows[np.arange(len(rows)), probe.gold].mean()),
+            found=rows.argmax(axis=1).tolist() == probe.gold,
         ), first
-
-    def _text(self, outputs: Sequence[EngineOutput]) -> bytes:
-        ids = [token for output in outputs for token in output.token_ids]
-        return b"".join(map(self._tokenizer.token_bytes, ids))
 
 
 class _Tap(CountingRunner):
-    """A counting runner that also keeps the distribution of the first token."""
+    """A counting runner that also forces an answer, and keeps the distributions of its tokens.
 
-    first: Float32Array | None = None
+    Attributes:
+        rows: log-probabilities float32 [vocab] of each token so far.
+    """
 
-    def restart(self) -> None:
-        """Count from 0, and wait for the next first token."""
-        super().restart()
-        self.first = None
+    def __init__(self, runner: CpuRunner) -> None:
+        super().__init__(runner)
+        self.force([])
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """Have the next tokens be these, one per step."""
+        self.rows: list[Float32Array] = []
+        self._forced = tokens
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """See ``Runner.forward``."""
@@ -338,9 +354,14 @@ class _Tap(CountingRunner):
         """See ``Runner.compute_logits``."""
         return self._kept(super().compute_logits(batch, hidden))
 
+    def argmax_tokens(self, logits: Float32Array) -> list[int]:
+        """Return the forced token [1], whatever is most likely; see ``Runner.argmax_tokens``."""
+        return [self._forced[len(self.rows) - 1]]
+
     def _kept(self, logits: Float32Array) -> Float32Array:
-        if self.first is None and len(logits):
-            self.first = log_softmax(logits[-1])
+        if len(logits):
+            (row,) = log_softmax(logits)
+            self.rows.append(row)
         return logits
 
 
@@ -353,30 +374,47 @@ def _checked(outputs: list[EngineOutput]) -> list[EngineOutput]:
 
 def pruning_table(report: PruningReport) -> ResultTable:
     """Return the table of a report."""
-    dense = report.variants[0].answers
     return ResultTable(
-        rows=[_cells(variant, dense, report.tasks) for variant in report.variants],
+        rows=[_cells(report, variant) for variant in report.variants],
         caption=(
             f"{report.model}, threads: {report.threads}; {len(report.tasks)} prompts of"
-            f" {report.tokens:,} tokens of {report.text}, in one step, none of it cached. TTFT and"
-            " its processor time: median of the ratio to all rows on the same prompt, moments"
-            " apart. Rows: times layers, until the first token, beside all rows'; key pairs"
-            " likewise. KL: of the first token's distribution from that of all rows, in nats."
-            " Needle, code: mean log-probability of the known answer. Per token: median time of the"
-            f" answer's later tokens. {report.machine}; load {report.load:.1f}."
+            f" {report.tokens:,} tokens of {report.text}, half of them with a needle, in one step,"
+            " none of it cached. TTFT and its processor time: median of the ratio to all rows on"
+            " the same prompt, moments apart. Rows: times layers, until the first token, beside"
+            " all rows'; key pairs likewise. KL: of the first token's distribution from that of"
+            " all rows, in nats. Found: percent of the needles whose tokens are all most likely."
+            " Needle, code: mean log-probability per token of the known answer, minus that with"
+            " all rows on the same prompts, in nats; with all rows, the mean itself. In brackets:"
+            " 95% intervals. Per token: median time of the answer's later tokens."
+            f" {report.machine}; load {report.load:.1f}."
         ),
     )
 
 
-def _cells(found: VariantAnswers, dense: Sequence[Answer], tasks: Sequence[str]) -> dict[str, str]:
+def _cells(report: PruningReport, found: VariantAnswers) -> dict[str, str]:
+    dense = report.variants[0].answers
+
     def ratio(of: Callable[[Answer], float]) -> float:
         pairs = zip(found.answers, dense, strict=True)
         return median(of(answer) / of(whole) for answer, whole in pairs)
 
-    def mean(task: str, of: Callable[[Answer], float]) -> float:
-        pairs = zip(found.answers, tasks, strict=True)
-        return fmean(of(answer) for answer, kind in pairs if kind == task)
+    def of_task(task: str) -> list[tuple[Answer, Answer, str]]:
+        answers = zip(found.answers, dense, report.tasks, report.files, strict=True)
+        return [(own, whole, f"{file}") for own, whole, kind, file in answers if kind == task]
 
+    def divergence(task: str) -> str:
+        return f"{fmean(answer.kl for answer, *_ in of_task(task)):.3f}"
+
+    def logprob(task: str) -> str:
+        own, whole, files = zip(*of_task(task), strict=True)
+        if found.name == DENSE:
+            return figure_cell(estimate_mean([answer.gold for answer in own], files))
+        return figure_cell(
+            estimate_difference([one.gold for one in whole], [one.gold for one in own], files),
+            signed=True,
+        )
+
+    needles, _, files = zip(*of_task("needle"), strict=True)
     return {
         "method": found.name,
         "TTFT ms": f"{median(answer.ttft for answer in found.answers) * 1e3:,.0f}",
@@ -384,10 +422,11 @@ def _cells(found: VariantAnswers, dense: Sequence[Answer], tasks: Sequence[str])
         "processor time": f"{ratio(lambda answer: answer.processor):.2f}",
         "rows": f"{ratio(lambda answer: sum(answer.rows)):.2f}",
         "key pairs": f"{ratio(lambda answer: answer.key_pairs):.2f}",
-        "KL needle": f"{mean('needle', lambda answer: answer.kl):.3f}",
-        "KL code": f"{mean('code', lambda answer: answer.kl):.3f}",
-        "needle": f"{mean('needle', lambda answer: answer.gold):.2f}",
-        "code": f"{mean('code', lambda answer: answer.gold):.2f}",
+        "KL needle": divergence("needle"),
+        "KL code": divergence("code"),
+        "found": estimate_cell(estimate_share([answer.found for answer in needles], files)),
+        "needle": logprob("needle"),
+        "code": logprob("code"),
         "per token ms": f"{median(answer.token_seconds for answer in found.answers) * 1e3:.1f}",
     }
 
@@ -395,7 +434,7 @@ def _cells(found: VariantAnswers, dense: Sequence[Answer], tasks: Sequence[str])
 def pruning(
     model: ModelArgument = None,
     tokens: Annotated[int, typer.Option(min=128, help="Of each prompt, about.")] = 4000,
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each kind and depth.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each kind and depth.")] = 14,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,

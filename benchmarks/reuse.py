@@ -11,44 +11,35 @@ with the same files in another order, so that no prefix of them is cached.
 all of the suffix moves with each keystroke, and as the planner does it, where it stays.
 
 Each prompt is asked for with every method, and last without, by a tenant of its own; by another one
-once it has been computed in full. Methods that compute files apart from each other are measured
+once it has been computed in full. Nulls compute as many tokens again as CacheBlend does, but at
+random, or the first ones. Methods that compute files apart from each other are measured
 with files only, and their tenant has asked the earlier requests with the method, too.
 """
 
-import itertools
 import math
 import os
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median, stdev
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import typer
 
 from benchmarks.report import publish
-from midfill.arrays import Float32Array, RunnerArray
+from benchmarks.reuse_nulls import reuse_nulls
+from benchmarks.reuse_session import Measured, ReuseSession
 from midfill.cli.options import ThreadsOption
 from midfill.cli.progress import show_steps
-from midfill.config import ModelOptions
-from midfill.engine.loading import load_engine
-from midfill.errors import GenerationError, MidfillError
-from midfill.frontend.generation import PromptGeneration
+from midfill.errors import MidfillError
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
-from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.methods.contexts.method import ParallelMethod
 from midfill.methods.registry import methods_of, parse_name, resolve_method
-from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
-from midfill.models.checkpoints.opening import open_model
-from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.logits import log_softmax
-from midfill.runners.forward.runner import Runner
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.bench.documents import unseen_documents
 from midfill_lab.bench.methods.probes import draw_lines
@@ -56,6 +47,7 @@ from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
 from midfill_lab.cli.outputs import DocsOption
 from midfill_lab.evaluation.metrics import is_exact_first_line
 from midfill_lab.evaluation.problems import Problem
+from midfill_lab.evaluation.summary import estimate_difference
 from midfill_lab.reporting import ResultTable, saver
 
 FULL = "none"  # specification under which everything is computed that is no exact prefix
@@ -74,6 +66,7 @@ class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
         files: least and most files of each.
         file_tokens: least and most tokens of a file.
         seed: all chance follows from it.
+        nulls: whether methods that choose tokens are compared with their nulls.
     """
 
     methods: list[str]
@@ -83,6 +76,17 @@ class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[int, int] = (3, 6)
     file_tokens: tuple[int, int] = (500, 1500)
     seed: int = 0
+    nulls: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of the methods, each followed by its nulls."""
+        nulls = reuse_nulls(self.methods) if self.nulls else {}
+        return [
+            name
+            for method in self.methods
+            for name in (method, *(null for null, (of, _) in nulls.items() if of == method))
+        ]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,131 +148,6 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     trials: list[Trial]
 
 
-class Measured(NamedTuple):
-    """One request: its cost until the first token's logits, these, and the answer's first line."""
-
-    ttft_seconds: float
-    row_layers: int
-    key_pairs: int
-    cached_tokens: int
-    reused_tokens: int
-    log_probabilities: Float32Array
-    answer: str
-
-
-class ReuseSession:
-    """A model in this process, for one request at a time.
-
-    Attributes:
-        tokenizer: the model's.
-        info: backend and context.
-
-    Args:
-        model: its name or path, with the adapter that midfill ships for it.
-        threads: of the CPU; None takes all cores.
-
-    Raises:
-        MidfillError: it can't be found or loaded.
-    """
-
-    def __init__(self, model: str, threads: int | None = None) -> None:
-        folder = resolve_adapter(model, None)
-        self._checkpoint = open_model(resolve(model), folder, "auto")
-        options = ModelOptions(
-            threads=threads,
-            adapter=None if folder is None else str(folder),
-            speculation=False,
-            allow_methods=("any",),
-        )
-        self._counter: _WorkCounter
-        self._engine, self._runner, self.info = load_engine(
-            self._checkpoint, options, wrap=self._count
-        )
-        self.tokenizer = self._checkpoint.tokenizer
-        self._numbers = itertools.count()
-
-    def close(self) -> None:
-        """End the model's threads."""
-        close = getattr(self._runner, "close", None)
-        if close is not None:
-            close()
-
-    def encoder(self, window: WindowRule | None) -> PromptEncoder:
-        """Return an encoder that has seen no document yet."""
-        format = fim_format(self._checkpoint, None)
-        return PromptEncoder(self._checkpoint, format, self.info.context, window)
-
-    def ask(self, prompt: Prompt, method: str, tenant: str, max_tokens: int) -> Measured:
-        """Answer a prompt greedily, to the end of its line.
-
-        Raises:
-            GenerationError: the engine failed.
-        """
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=("\n",))
-        response, text = PromptGeneration(prompt, sampling, self.tokenizer), ""
-        name = f"{next(self._numbers)}"
-        self._counter.start()
-        self._engine.add(prompt.with_method(method).request(name, sampling, tenant))
-        while self._engine.has_work():
-            for output in self._engine.step():
-                if output.error is not None:
-                    raise GenerationError(output.error)
-                delta = None if response.finished else response.push(output)
-                if delta is not None:
-                    text += delta.text
-                    if delta.finish_reason is not None and output.finish_reason is None:
-                        self._engine.cancel(name)
-        counter, usage = self._counter, response.usage
-        assert counter.log_probabilities is not None
-        return Measured(
-            counter.seconds, counter.row_layers, counter.key_pairs, usage.cached_tokens,
-            usage.reused_tokens, counter.log_probabilities, text,
-        )  # fmt: skip
-
-    def _count(self, runner: Runner) -> Runner:
-        self._counter = _WorkCounter(runner)
-        return cast(Runner, self._counter)
-
-
-class _WorkCounter:
-    """A runner that counts what it computes until the first logits, and keeps these."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.start()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def start(self) -> None:
-        """Begin to count."""
-        self.row_layers = self.key_pairs = 0
-        self.seconds = 0.0
-        self.log_probabilities: Float32Array | None = None
-        self._started = time.perf_counter()
-
-    def forward(self, batch: ForwardBatch) -> RunnerArray:
-        """See ``Runner.forward``."""
-        self._add(batch, self._runner.config.layers)
-        logits = self._runner.forward(batch)
-        if self.log_probabilities is None and len(logits):
-            self.seconds = time.perf_counter() - self._started
-            self.log_probabilities = log_softmax(self._runner.logits_ops.to_numpy(logits[0]))
-        return logits
-
-    def run_layers(
-        self, batch: ForwardBatch, hidden: RunnerArray, first: int, end: int
-    ) -> RunnerArray:
-        """See ``Runner.run_layers``."""
-        self._add(batch, end - first)
-        return self._runner.run_layers(batch, hidden, first, end)
-
-    def _add(self, batch: ForwardBatch, layers: int) -> None:
-        if self.log_probabilities is None:
-            self.row_layers += batch.rows * layers
-            self.key_pairs += int(batch.slots_seen().sum(dtype=np.int64)) * layers
-
-
 _DOCUMENTS = 40
 _MAX_TOKENS = 32
 _NEAR = 2000  # characters
@@ -301,7 +180,8 @@ def measure_reuse(
     windows = {name: _window(name) for name in options.windows}
     load = os.getloadavg()[0]
     documents = unseen_documents(_DOCUMENTS, seed=options.seed, shortest=9000, longest=20_000)
-    session = ReuseSession(model, threads)
+    nulls = reuse_nulls(options.methods) if options.nulls else {}
+    session = ReuseSession(model, threads, {name: null for name, (_, null) in nulls.items()})
     trials: list[Trial] = []
 
     def report() -> ReuseReport:
@@ -426,8 +306,8 @@ class _Run:
     def _trial(self, kind: str, hole: Problem, before: Sequence[Prompt], prompt: Prompt) -> Trial:
         tenant = self._prepared(before)
         found: dict[str, Measured] = {}
-        for method in (*self._options.methods, FULL):
-            if isinstance(resolve_method(method), ParallelMethod):
+        for method in (*self._options.names, FULL):
+            if isinstance(self._session.find_method(method), ParallelMethod):
                 if kind == FILES:
                     own = self._prepared(before, method)
                     found[method] = self._session.ask(prompt, method, own, _MAX_TOKENS)
@@ -478,10 +358,16 @@ def reuse_table(report: ReuseReport) -> ResultTable:
     rows = [
         _row(report, kind, method)
         for kind in kinds
-        for method in (FULL, *report.options.methods)
+        for method in (FULL, *report.options.names)
         if any(trial.kind == kind and method in trial.asked for trial in report.trials)
     ]
     options = report.options
+    nulls = (
+        " Random and first tokens: as many are computed again as under the method above; their KL"
+        " minus the method's on the same prompts, with its 95% interval."
+        if options.nulls
+        else ""
+    )
     few, many = options.files
     least, most = options.file_tokens
     return ResultTable(
@@ -497,7 +383,7 @@ def reuse_table(report: ReuseReport) -> ResultTable:
         " of the first token's distribution from the exact one, in nats. Same: answers whose first"
         " line is that of the exact one. Right: answers whose first line is the text that was"
         " there, and in brackets the difference in points with its 95% interval. Tokens: of a"
-        f" prompt, and how many of them are no cached prefix. {report.machine}; load"
+        f" prompt, and how many of them are no cached prefix.{nulls} {report.machine}; load"
         f" {report.load:.1f} when it began.",
     )
 
@@ -519,9 +405,27 @@ def _row(report: ReuseReport, kind: str, method: str) -> dict[str, str]:
         "time": _share([own.ttft_seconds for own in found], [x.ttft_seconds for x in full]),
         "KL mean": f"{fmean(divergences):.3f}",
         "KL median": f"{median(divergences):.4f}",
+        **_null_cells(report, trials, method),
         "same": f"{fmean(same):.0%}",
         "right": f"{fmean(own.exact for own in found):.0%}{_difference(found, full)}",
     }
+
+
+def _null_cells(report: ReuseReport, trials: Sequence[Trial], name: str) -> dict[str, str]:
+    """Return how much larger a null's divergence is than its method's, if there are nulls."""
+    if not report.options.nulls:
+        return {}
+    head = "KL minus the method's"
+    nulls = reuse_nulls(report.options.methods)
+    if name not in nulls:
+        return {head: ""}
+    method, _ = nulls[name]
+    found = estimate_difference(
+        [trial.asked[method].divergence for trial in trials],
+        [trial.asked[name].divergence for trial in trials],
+        [trial.name for trial in trials],
+    )
+    return {head: f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"}
 
 
 def _share(some: Sequence[float], whole: Sequence[float]) -> str:
@@ -553,6 +457,12 @@ JumpsOption = Annotated[int, typer.Option(min=0, help="Jumps of the caret per wi
 ContextsOption = Annotated[
     int, typer.Option(min=0, help="Prompts with files that were shown before.")
 ]
+NullsOption = Annotated[
+    bool,
+    typer.Option(
+        "--nulls", help="Also compute as many tokens again at random, and as many of the first."
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="All chance follows from it.")]
 
 
@@ -563,6 +473,7 @@ def reuse(
     jumps: JumpsOption = 60,
     contexts: ContextsOption = 12,
     seed: SeedOption = 0,
+    nulls: NullsOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,
@@ -586,6 +497,7 @@ def reuse(
         jumps=jumps,
         contexts=contexts,
         seed=seed,
+        nulls=nulls,
     )
 
     with show_steps("loading") as progress:

@@ -13,6 +13,7 @@ from benchmarks.prefill import (
     OwnBlock,
     PrefillOptions,
     PrefillReport,
+    RandomBlocks,
     RandomCross,
     measure_prefill,
     of_equal_cost,
@@ -35,13 +36,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> PrefillReport:
     return measure_prefill(str(folder), [METHOD], OPTIONS)
 
 
-def test_dense_attention_the_method_and_two_baselines_of_its_cost(report: PrefillReport) -> None:
-    dense, method, shape, cross = report.results
+def test_dense_attention_the_method_and_three_baselines_of_its_cost(report: PrefillReport) -> None:
+    dense, method, *baselines = report.results
     assert (dense.name, method.name) == ("dense", METHOD)
     assert dense.divergence == 0.0 < method.divergence
     assert dense.pairs == []
     assert np.array(method.pairs).sum() < method.causal * np.array(method.pairs).size
-    for baseline in (shape, cross):
+    assert len(baselines) == 3
+    for baseline in baselines:
         assert baseline.causal == method.causal
         cost = np.array(baseline.pairs).mean() / np.array(method.pairs).mean()
         assert cost == pytest.approx(1, abs=0.15)
@@ -57,9 +59,10 @@ def test_times_are_taken_in_turn(report: PrefillReport) -> None:
 
 def test_the_table_has_a_row_each(report: PrefillReport) -> None:
     text = prefill_table(report).markdown()
-    assert text.count(METHOD) == 3
+    assert text.count(METHOD) == 4
     assert "A-shape beside" in text
     assert "random beside" in text
+    assert "random blocks beside" in text
 
 
 class Shape:
@@ -68,7 +71,7 @@ class Shape:
     layer, first, rows, query_heads, kv_heads, scale = 0, 256, 100, 2, 1, 1.0
 
 
-@pytest.mark.parametrize("make", [AShape, RandomCross])
+@pytest.mark.parametrize("make", [AShape, RandomCross, RandomBlocks])
 def test_baselines_hold_each_rows_own_block(make: type[AShape]) -> None:
     rule = ChunkRule(128, 0)
     probe: LayerProbe = Shape()  # type: ignore[assignment]

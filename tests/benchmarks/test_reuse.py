@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
 from tiny_checkpoints import write_tiny
 from typer.testing import CliRunner
@@ -10,13 +12,17 @@ from typer.testing import CliRunner
 from benchmarks import reuse as bench
 from benchmarks.__main__ import make_app
 from benchmarks.reuse import FULL, ReuseOptions, ReuseReport, Trial, measure_reuse, reuse_table
+from benchmarks.reuse_nulls import reuse_nulls
 from midfill.errors import MidfillError
+from midfill.methods.reuse.method import LayerKV
 from midfill_lab.evaluation.problems import Problem
 
 NOTHING, SOME = (f"cacheblend:ratio={ratio},check_layer=0" for ratio in ("0", "0.3"))
 APART = "ape:temperature=0.8"
+NULLS = [f"{SOME} random tokens", f"{SOME} first tokens"]
 OPTIONS = ReuseOptions(
     methods=[NOTHING, SOME, APART],
+    nulls=True,
     windows=["700/300"],
     jumps=3,
     contexts=2,
@@ -61,7 +67,7 @@ def test_every_prompt_is_asked_with_every_method(report: ReuseReport) -> None:
     assert len(of_kind(report, "typing, PSM")) == len(of_kind(report, "typing, planner")) == 2
     for trial in report.trials:
         files = [APART] if trial.kind == "files" else []
-        assert list(trial.asked) == [NOTHING, SOME, *files, FULL]
+        assert list(trial.asked) == [NOTHING, SOME, *NULLS, *files, FULL]
     assert all(trial.tokens > trial.cached for trial in report.trials)
 
 
@@ -86,6 +92,44 @@ def test_files_that_moved_are_copied_and_cost_their_share(report: ReuseReport) -
         assert computed > 0
 
 
+def test_nulls_compute_as_many_tokens_again_and_get_other_answers(report: ReuseReport) -> None:
+    for trial in of_kind(report, "files"):
+        some, *others = (trial.asked[name] for name in (SOME, *NULLS))
+        assert all(other.row_layers == some.row_layers for other in others)
+        assert all(other.reused_tokens == some.reused_tokens for other in others)
+        chance, first = others
+        assert chance.divergence != some.divergence
+        # Values of layer 0, which is compared here, know no context: nothing differs, and of equal
+        # tokens the first count.
+        assert first.divergence == some.divergence
+    rows = reuse_table(report).rows
+    shown = {
+        row["method"]: row["KL minus the method's"] for row in rows if "files" in row["prompts"]
+    }
+    assert shown[SOME] == shown[FULL] == ""
+    for name in NULLS:
+        differences = [
+            trial.asked[name].divergence - trial.asked[SOME].divergence
+            for trial in of_kind(report, "files")
+        ]
+        assert shown[name].startswith(f"{fmean(differences):+.3f} [")
+
+
+def test_nulls_choose_at_random_or_the_first_the_same_way_each_time() -> None:
+    values = np.random.default_rng(0).normal(size=(2, 40, 3, 8)).astype(np.float32)
+    computed = LayerKV(values[0], values[1])
+    copied = LayerKV(values[0][::-1], values[1][::-1])
+    nulls = {name: null for name, (_, null) in reuse_nulls([NOTHING, SOME, APART]).items()}
+    assert list(nulls) == NULLS
+    chance, first = (null.select(copied, computed) for null in nulls.values())
+    assert first.tolist() == list(range(12))
+    assert len(set(chance.tolist())) == 12
+    assert chance.tolist() == sorted(chance.tolist()) != first.tolist()
+    assert nulls[NULLS[0]].select(copied, computed).tolist() == chance.tolist()
+    assert nulls[NULLS[0]].select(copied, copied).tolist() != chance.tolist()
+    assert nulls[NULLS[0]] != nulls[NULLS[1]], "their KV isn't shared"
+
+
 def test_what_is_typed_moves_the_suffix_in_psm_order_only(report: ReuseReport) -> None:
     psm, planner = (of_kind(report, f"typing, {name}") for name in ("PSM", "planner"))
     for one, other in zip(psm, planner, strict=True):
@@ -107,7 +151,7 @@ def test_the_table_has_a_row_for_each_kind_and_method(report: ReuseReport) -> No
     assert [(row["prompts"], row["method"]) for row in table.rows] == [
         (kind, method)
         for kind in ("jump 700/300 (3)", "files (2)", "typing, PSM (2)", "typing, planner (2)")
-        for method in (FULL, NOTHING, SOME, *([APART] if kind == "files (2)" else []))
+        for method in (FULL, NOTHING, SOME, *NULLS, *([APART] if kind == "files (2)" else []))
     ]
     first = table.rows[0]
     assert (first["rows x layers"], first["key pairs"], first["KL mean"], first["same"]) == (

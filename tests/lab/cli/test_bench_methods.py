@@ -48,8 +48,23 @@ def test_others_can_be_named(calls: list[Call]) -> None:
     assert variants == [Variant("snapkv:window=16,budget=0.5", "snapkv:window=16", 0.5)]
 
 
+def test_nulls_and_single_parts_are_asked_for(calls: list[Call]) -> None:
+    error("--methods", "cake", "--budgets", "0.25", "--nulls", "--measure", "needles,code")
+    error("--methods", "cake", "--measure", "needles", "--context", "1200", "--quick")
+    (_, variants, options), (_, _, quick) = calls
+    assert [one.null for one in variants] == [
+        "", "at random", "evenly", "plain score", "reversed score", "equal layers",
+    ]  # fmt: skip
+    assert {one.of for one in variants[1:]} == {"cake:budget=0.25"}
+    assert (options.shared, options.holes, options.repeats) == (0, 0, 0)
+    assert len(options.depths) * options.needles >= 40
+    assert options.code == MethodsOptions().code
+    assert (quick.code, quick.context, quick.needles) == (0, 1200, QUICK.needles)
+
+
 def test_bad_options_are_one_clear_line(calls: list[Call]) -> None:
     assert error("--resume") == "--resume continues what a file holds: name it with --json"
     assert "did you mean 'snapkv'" in error("--methods", "snapvk")
     assert error("--budgets", "half").startswith("--budgets takes shares below 1")
+    assert error("--measure", "needle").startswith("--measure names needle; there are needles,")
     assert not calls

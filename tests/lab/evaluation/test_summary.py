@@ -22,6 +22,7 @@ from midfill_lab.evaluation.summary import (
     differences,
     estimate_difference,
     estimate_mean,
+    estimate_share,
     summarise,
 )
 
@@ -159,3 +160,16 @@ def test_intervals_cover_the_true_mean_when_values_of_a_group_are_equal() -> Non
             covered[how] += estimate.low <= 0.5 <= estimate.high
     assert covered["groups"] >= 88  # 95 on average
     assert covered["alone"] <= 70  # what resampling single holes would claim
+
+
+def test_a_share_of_everything_or_nothing_has_an_interval_too() -> None:
+    groups = [f"{i}" for i in range(40)]
+    every, none = estimate_share([True] * 40, groups), estimate_share([False] * 40, groups)
+    # 40 independent draws are all right in 2.5% of all cases if each is with this chance.
+    assert every.low**40 == pytest.approx(0.025)
+    assert (every.value, every.high) == (1.0, 1.0)
+    assert (none.low, none.high) == (0.0, 1 - every.low)
+    two = estimate_share([True] * 40, ["a", "b"] * 20)
+    assert two.low == pytest.approx(0.025**0.5), "groups count, not values"
+    mixed = [i % 4 == 0 for i in range(40)]
+    assert estimate_share(mixed, groups) == estimate_mean([float(v) for v in mixed], groups)

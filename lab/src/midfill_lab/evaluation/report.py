@@ -175,6 +175,15 @@ def estimate_cell(estimate: Estimate, *, signed: bool = False) -> str:
     return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
 
 
+def figure_cell(estimate: Estimate, *, signed: bool = False) -> str:
+    """Return a mean and its interval as they are."""
+    sign = "+" if signed else ""
+    value, low, high = (
+        round(part, 2) + 0.0 for part in (estimate.value, estimate.low, estimate.high)
+    )
+    return f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
+
+
 def _caption(report: InfillingReport) -> str:
     options = report.options
     typed = ", increments tokenised as typed" if options.typed else ""

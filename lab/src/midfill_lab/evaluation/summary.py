@@ -54,6 +54,27 @@ def estimate_mean(values: Sequence[float], groups: Sequence[str], seed: int = 0)
     return Estimate(float(array.mean()), float(low), float(high), len(array))
 
 
+def estimate_share(values: Sequence[bool], groups: Sequence[str], seed: int = 0) -> Estimate:
+    """Estimate a share, resampling by group.
+
+    Resamples of values that are all equal are all equal, too, and show nothing of what might have
+    been. The interval then ends where that many independent groups would all agree in one of 40
+    cases (Clopper and Pearson, 1934): 40 of 40 is [91%, 100%].
+
+    Args:
+        values: at least one.
+        groups: the group of each value.
+        seed: seed of the resampling.
+    """
+    found = estimate_mean([float(value) for value in values], groups, seed)
+    bound = float((_TAIL / 100) ** (1 / len(set(groups))))
+    if all(values):
+        return msgspec.structs.replace(found, low=bound)
+    if not any(values):
+        return msgspec.structs.replace(found, high=1 - bound)
+    return found
+
+
 def estimate_difference(
     first: Sequence[float], second: Sequence[float], groups: Sequence[str], seed: int = 0
 ) -> Estimate:

@@ -127,16 +127,26 @@ def vote(
     count, window = int(keys.counts[0]), queries.shape[1]
     if count <= size:
         return np.arange(count, dtype=np.int32)
-    group = keys.config.query_heads // keys.config.kv_heads
-    votes = np.zeros(count - window, np.float32)
+    votes = head_votes(keys, queries, layer, heads, kernel)
+    recent = np.arange(count - window, count, dtype=np.int32)
+    return np.concatenate((np.sort(top_keys(votes, size - window)), recent))
+
+
+def head_votes(
+    keys: SequenceKeys, queries: Float32Array, layer: int, heads: tuple[int, ...], kernel: int
+) -> Float32Array:
+    """Return the votes for a layer's tokens before the window: float32 [n].
+
+    Their sum over the heads, which ranks tokens as their mean does. Arguments as of ``vote``.
+    """
+    window, group = queries.shape[1], keys.config.query_heads // keys.config.kv_heads
+    votes = np.zeros(int(keys.counts[0]) - window, np.float32)
     for kv_head in sorted({head // group for head in heads}):
         weights = head_attention(keys, queries, layer * keys.config.kv_heads + kv_head)
         for head in heads:
             if head // group == kv_head:
                 votes += average_pool(weights[head % group, :, :-window].sum(axis=0), kernel)
-    recent = np.arange(count - window, count, dtype=np.int32)
-    # Their sum ranks tokens as their mean does.
-    return np.concatenate((np.sort(top_keys(votes, size - window)), recent))
+    return votes
 
 
 def layer_budgets(errors: Float64Array, mean: int, least: int, most: int) -> Int64Array:

@@ -93,12 +93,20 @@ class SnapKV(OneShot):
         """
         count = int(keys.counts[0])
         recent = np.arange(count - self.window, count, dtype=np.int32)
-        weights = window_attention(keys, queries, layer)
-        votes = average_pool(weights[:, :, : -self.window].sum(axis=1), self.kernel)
+        weights = window_attention(keys, queries, layer)[:, :, : -self.window]
         return [
             np.concatenate((top_keys(scores, budget - self.window), recent))
-            for scores in group_mean(votes, keys.config.kv_heads)
+            for scores in self.scores(weights, keys.config.kv_heads)
         ]
+
+    def scores(self, weights: Float32Array, kv_heads: int) -> Float32Array:
+        """Return each token's votes [kv_heads, n]: the window's attention, its neighbours' too.
+
+        Args:
+            weights: float32 [query_heads, window, n], columns of the window left out.
+            kv_heads: of the model.
+        """
+        return group_mean(average_pool(weights.sum(axis=1), self.kernel), kv_heads)
 
 
 class SnapTrimmer:

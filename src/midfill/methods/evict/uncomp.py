@@ -209,6 +209,17 @@ class WindowScores:
         count, window = rows.shape[-1], self.method.window
         if count <= budget:
             return np.arange(count, dtype=np.int32)
-        scores = max_pool(rows[:, :, :-window].sum(axis=1), self.method.kernel).mean(axis=0)
+        scores = window_scores(rows[:, :, :-window], self.method.kernel)
         recent = np.arange(count - window, count, dtype=np.int32)
         return np.concatenate((np.sort(top_keys(scores, budget - window)), recent))
+
+
+def window_scores(rows: Float32Array, kernel: int) -> Float32Array:
+    """Return the scores of a head's keys: float32 [n].
+
+    Args:
+        rows: float32 [query heads, window, n], the last rows' attention to them.
+        kernel: width of the pooling.
+    """
+    scores: Float32Array = max_pool(rows.sum(axis=1), kernel).mean(axis=0)
+    return scores

@@ -13,9 +13,12 @@ from midfill_lab.bench.methods.measure import measure_methods
 from midfill_lab.bench.methods.report import held_share, methods_tables, prediction, recall
 from midfill_lab.bench.methods.results import (
     FULL,
+    NEEDLES,
     MethodsOptions,
     MethodsReport,
     Variant,
+    choose_parts,
+    choose_variants,
     read_methods_report,
 )
 from midfill_lab.reporting import write_json
@@ -70,11 +73,11 @@ def test_full_kv_is_measured_beside_every_method(report: MethodsReport) -> None:
     full, own = (prediction(result, name) for name in (FULL, SNAPKV.specification))
     assert full is not None
     assert own is not None
-    assert full.divergence == 0.0 < own.divergence
-    assert full.agreement == 1.0 > own.agreement
+    assert full.divergence.value == 0.0 < own.divergence.value
+    assert full.agreement.value == 1.0 > own.agreement.value
     needles = recall(result, FULL, ["needle"])
     assert needles is not None
-    assert needles.answers == 2
+    assert needles.found.count == 2
 
 
 def test_what_is_held_is_counted(report: MethodsReport) -> None:
@@ -109,6 +112,47 @@ def test_a_run_is_continued_with_what_it_lacks(
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(MidfillError, match="holds no results of bench methods"):
         read_methods_report(tmp_path / "run.json")
+
+
+def test_a_run_that_was_interrupted_ends_with_the_table_of_one_that_was_not(
+    tiny_model: str,
+) -> None:
+    options = choose_parts(OPTIONS, ["needles", "code"])
+    variants = choose_variants("cake", [0.25], nulls=True)
+    saved: list[MethodsReport] = []
+
+    def run(earlier: MethodsReport | None, stop_after: int | None = None) -> MethodsReport:
+        def save(report: MethodsReport) -> None:
+            saved.append(report)
+            if len(saved) == stop_after:
+                raise KeyboardInterrupt
+
+        return measure_methods(
+            [tiny_model], variants, options, threads=1, save=save, earlier=earlier
+        )
+
+    whole = run(None)
+    saved.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run(None, stop_after=2)
+    continued = run(msgspec.json.decode(msgspec.json.encode(saved[-1]), type=MethodsReport))
+    assert continued.models == whole.models
+    assert [table.rows for table in methods_tables(continued)] == [
+        table.rows for table in methods_tables(whole)
+    ]
+    titles = [str(table.title).partition(":")[0] for table in methods_tables(whole)]
+    assert titles == ["What methods cost", "Where it is lost", "Methods beside their nulls"]
+
+
+def test_nulls_answer_the_needles_alone_and_save_nothing(tiny_model: str) -> None:
+    variants = choose_variants("snapkv", [0.25], nulls=True)
+    nulls = {one.specification for one in variants if one.null}
+    assert nulls
+    options = msgspec.structs.replace(OPTIONS, repeats=1)
+    (result,) = measure_methods([tiny_model], variants, options, threads=1).models
+    for probe in result.probes:
+        assert nulls & set(probe.scores) == (nulls if probe.task in NEEDLES else set())
+    assert not nulls & (set(result.costs) | set(result.holes[0].answers))
 
 
 def test_tables_and_plots_show_every_variant(report: MethodsReport, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import msgspec
 
 from midfill.errors import MidfillError
+from midfill.methods.method import Method
 from midfill.system.machine import describe_machine
+from midfill_lab.bench.methods.nulls import make_null
 from midfill_lab.bench.methods.probes import (
     ContextMaker,
     Haystacks,
@@ -21,6 +23,7 @@ from midfill_lab.bench.methods.probes import (
 )
 from midfill_lab.bench.methods.results import (
     FULL,
+    NEEDLES,
     Cost,
     HoleResult,
     MethodsOptions,
@@ -82,9 +85,10 @@ def measure_methods(
 
     for model in models:
         progress(f"loading {model}")
-        session = MethodSession(model, threads)
+        nulls: dict[str, Method] = {}
+        session = MethodSession(model, threads, nulls)
         try:
-            run = _ModelRun(session, model, variants, options, known.get(model))
+            run = _ModelRun(session, model, variants, options, known.get(model), nulls)
             for result in run.steps(progress):
                 results[model] = result
                 save(report())
@@ -103,7 +107,18 @@ class _ModelRun:
         variants: Sequence[Variant],
         options: MethodsOptions,
         earlier: ModelResult | None,
+        nulls: dict[str, Method],
     ) -> None:
+        """Begin, or continue.
+
+        Args:
+            session: the model.
+            model: its name.
+            variants: what is measured.
+            options: how.
+            earlier: what was found before.
+            nulls: further methods of the session; those that the variants ask for are added.
+        """
         if earlier is not None and earlier.fingerprint != session.fingerprint:
             raise MidfillError(f"the earlier run can't be continued: {model} was another model")
         self._session = session
@@ -112,26 +127,29 @@ class _ModelRun:
         refused = {
             variant.specification: reason
             for variant in variants
-            if (reason := session.refusal(variant.specification)) is not None
+            if not variant.null and (reason := session.refusal(variant.specification)) is not None
         }
-        self._variants = [variant for variant in variants if variant.specification not in refused]
+        suited = [one for one in variants if not refused.keys() & {one.specification, one.of}]
+        nulls |= {
+            one.specification: make_null(one.of, one.null, session.served_model)
+            for one in suited
+            if one.null
+        }
+        self._methods = [FULL, *(one.specification for one in suited if not one.null)]
+        self._nulls = [one.specification for one in suited if one.null]
         found = earlier or ModelResult(model=model, fingerprint=session.fingerprint, backend="")
         self._result = msgspec.structs.replace(
             found, backend=session.info.backend, text=self._haystacks.source, refused=refused
         )
-
-    @property
-    def _specifications(self) -> list[str]:
-        return [FULL, *(variant.specification for variant in self._variants)]
 
     def steps(self, progress: Progress) -> Iterator[ModelResult]:
         """Measure what is missing."""
         yield from self._measure_probes(progress)
         if self._session.has_sentinels:
             yield from self._measure_holes(progress)
-        if set(self._specifications) - set(self._result.costs):
+        if self._options.repeats and set(self._methods) - set(self._result.costs):
             costs = measure_costs(
-                self._session, self._haystacks, self._options, self._variants, progress
+                self._session, self._haystacks, self._options, self._methods, progress
             )
             self._replace(costs=costs)
         yield self._result
@@ -141,11 +159,8 @@ class _ModelRun:
         results = {result.name: result for result in self._result.probes}
         for number, probe in enumerate(probes, 1):
             known = results[probe.name].scores if probe.name in results else {}
-            missing = [
-                specification
-                for specification in self._specifications
-                if specification not in known
-            ]
+            asked = [*self._methods, *(self._nulls if probe.task in NEEDLES else ())]
+            missing = [specification for specification in asked if specification not in known]
             if not missing:
                 continue
             progress(f"{probe.name} ({number} of {len(probes)})")
@@ -154,7 +169,8 @@ class _ModelRun:
                 specification: score_probe(self._session, probe, specification, full)
                 for specification in missing
             }
-            merged = ProbeResult(probe.name, probe.task, probe.label, known | scores)
+            group = probe.group or probe.name
+            merged = ProbeResult(probe.name, probe.task, probe.label, group, known | scores)
             results[probe.name] = merged
             self._replace(probes=list(results.values()))
             yield self._result
@@ -163,12 +179,8 @@ class _ModelRun:
         options, results = self._options, {result.name: result for result in self._result.holes}
         holes = draw_lines(self._haystacks.texts, options.holes) if options.holes else []
         for number, hole in enumerate(holes, 1):
-            known = results.get(hole.id, HoleResult(hole.id, {}, {}))
-            missing = [
-                specification
-                for specification in self._specifications
-                if specification not in known.answers
-            ]
+            known = results.get(hole.id, HoleResult(hole.id, hole.group, {}, {}))
+            missing = [method for method in self._methods if method not in known.answers]
             if not missing:
                 continue
             progress(f"{hole.id} ({number} of {len(holes)})")
@@ -179,7 +191,9 @@ class _ModelRun:
                 specification: is_exact_first_line(answer, hole.hole)
                 for specification, answer in found.items()
             }
-            results[hole.id] = HoleResult(hole.id, known.answers | found, known.exact | exact)
+            results[hole.id] = HoleResult(
+                hole.id, hole.group, known.answers | found, known.exact | exact
+            )
             self._replace(holes=list(results.values()))
             yield self._result
 
@@ -207,11 +221,10 @@ class _ModelRun:
         end = context + self._options.code_tokens
         probes: list[Probe] = []
         for number in range(len(self._haystacks.texts)):
-            tokens = self._haystacks.document(number)[:end]
+            tokens = tuple(self._haystacks.document(number)[:end])
             if len(tokens) == end and len(probes) < self._options.code:
-                probes.append(
-                    Probe(f"code/{number}", "code", "", tuple(tokens), context, ((context, end),))
-                )
+                name, file = f"code/{number}", self._haystacks.file(number)
+                probes.append(Probe(name, "code", "", tokens, context, ((context, end),), file))
         return probes
 
     def _replace(self, **fields: object) -> None:
@@ -222,16 +235,16 @@ def measure_costs(
     session: MethodSession,
     haystacks: Haystacks,
     options: MethodsOptions,
-    variants: Sequence[Variant],
+    methods: Sequence[str],
     progress: Callable[[str], None],
 ) -> dict[str, Cost]:
-    """Measure every variant and full KV.
+    """Measure methods by their specifications, full KV among them.
 
-    Runs of full KV at both contexts precede each run of a variant: moments later the machine may
+    Runs of full KV at both contexts precede each run of a method: moments later the machine may
     have other work to do.
 
     Returns:
-        Costs by specification at the long context, full KV's among them.
+        Costs by specification at the long context.
     """
     room = session.info.context - options.decoded - 1
     long = _prompt(session, haystacks, min(options.speed_context, room))
@@ -239,7 +252,7 @@ def measure_costs(
     for tokens in (long, short):
         progress(f"prefill of {len(tokens)} tokens")
         session.hold(tokens, FULL, 2, cold=False)
-    runs: dict[str, list[_Run]] = {FULL: [], **{variant.specification: [] for variant in variants}}
+    runs: dict[str, list[_Run]] = {method: [] for method in methods}
     for _ in range(options.repeats):
         for method, measured in runs.items():
             progress(f"decoding at {len(long)} tokens: {method}")

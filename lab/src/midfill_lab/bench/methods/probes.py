@@ -41,6 +41,8 @@ class Probe:
         tokens: the text.
         compress_after: how many of its first tokens the method sees and compresses.
         answers: start and end of each known answer in ``tokens``.
+        group: of probes that are not independent: the file, or the shared context, that they are
+            made of; the name where there is nothing else.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Probe:
     tokens: tuple[int, ...]
     compress_after: int
     answers: tuple[tuple[int, int], ...]
+    group: str = ""
 
 
 def score_probe(
@@ -100,12 +103,17 @@ class Question:
 
 
 def served_probe(
-    name: str, task: Task, label: str, context: Sequence[int], question: Question
+    name: str,
+    task: Task,
+    label: str,
+    context: Sequence[int],
+    question: Question,
+    group: str = "",
 ) -> Probe:
     """Return the probe of a prompt as it is served: the method sees the question, too."""
     asked = (*context, *question.tokens)
     answer = (len(asked), len(asked) + len(question.answer))
-    return Probe(name, task, label, (*asked, *question.answer), len(asked), (answer,))
+    return Probe(name, task, label, (*asked, *question.answer), len(asked), (answer,), group)
 
 
 def turns_probe(
@@ -118,7 +126,7 @@ def turns_probe(
         tokens += question.tokens
         answers.append((len(tokens), len(tokens) + len(question.answer)))
         tokens += question.answer
-    return Probe(name, "turns", label, tuple(tokens), answers[0][0], tuple(answers))
+    return Probe(name, "turns", label, tuple(tokens), answers[0][0], tuple(answers), name)
 
 
 def request_probes(
@@ -138,6 +146,7 @@ def request_probes(
                     len(context) + len(question.tokens) + len(question.answer),
                 ),
             ),
+            name,
         )
         for number, question in enumerate(questions)
     ]
@@ -174,6 +183,10 @@ class Haystacks:
     def document(self, number: int) -> list[int]:
         """Return the tokens of one file."""
         return self._encode(self.texts[number % len(self.texts)])
+
+    def file(self, number: int) -> str:
+        """Return what a file is called: its number among the files."""
+        return f"{number % len(self.texts)}"
 
     def text(self, number: int) -> str:
         """Return one file."""
@@ -287,7 +300,9 @@ def _probe(
         tuple(tokenizer.encode_continuation(f"\n# The pass code of the {name} is")),
         tuple(tokenizer.encode_continuation(f" {codes[0]}")),
     )
-    return served_probe(f"{task}/{depth:g}/{number}", task, f"{depth:g}", context, question)
+    return served_probe(
+        f"{task}/{depth:g}/{number}", task, f"{depth:g}", context, question, haystacks.file(number)
+    )
 
 
 def _needle(name: str, code: str) -> str:

@@ -16,8 +16,12 @@ from midfill.methods.registry import (
     resolve_method,
 )
 from midfill.system.machine import Machine
+from midfill_lab.bench.methods.nulls import null_titles
 
 Task = Literal["needle", "multi-key", "turns", "requests", "code"]
+
+NEEDLES: tuple[Task, ...] = ("needle", "multi-key")
+"""Tasks whose answers are so short that no method decides again while they are written."""
 
 
 class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +44,7 @@ class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     context: int = 2000
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    needles: int = 2
+    needles: int = 8
     shared: int = 1
     questions: int = 4
     code: int = 8
@@ -90,18 +94,28 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
-    """A probe's scores: by specification, one per answer."""
+    """A probe's scores: by specification, one per answer.
+
+    Attributes:
+        group: see ``probes.Probe``.
+    """
 
     name: str
     task: Task
     label: str
+    group: str
     scores: dict[str, list[Score]]
 
 
 class HoleResult(msgspec.Struct, frozen=True):
-    """A hole's answers by specification, and whether each is what was there."""
+    """A hole's answers by specification, and whether each is what was there.
+
+    Attributes:
+        group: the file that it is from.
+    """
 
     name: str
+    group: str
     answers: dict[str, str]
     exact: dict[str, bool]
 
@@ -160,11 +174,15 @@ class Variant(msgspec.Struct, frozen=True):
         specification: for the engine: "snapkv:budget=0.25".
         method: the specification without a budget that was added to it.
         budget: the budget that was added; None where the method takes none, or states its own.
+        null: on what a null spends the method's budget, see ``nulls``; "" is the method itself.
+        of: the specification of the method that a null belongs to.
     """
 
     specification: str
     method: str
     budget: float | None = None
+    null: str = ""
+    of: str = ""
 
 
 class MethodsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +201,7 @@ class MethodsReport(msgspec.Struct, frozen=True, kw_only=True):
     variants: list[Variant]
     models: list[ModelResult]
     finished: bool = False
-    format: int = 1
+    format: int = 2
 
 
 def read_methods_report(path: Path) -> MethodsReport:
@@ -207,13 +225,16 @@ FULL = OFF
 FULL_KV = Variant(FULL, "full KV")
 
 
-def choose_variants(methods: str | None, budgets: Sequence[float]) -> list[Variant]:
+def choose_variants(
+    methods: str | None, budgets: Sequence[float], *, nulls: bool = False
+) -> list[Variant]:
     """Return the variants to measure, without full KV.
 
     Args:
         methods: specifications separated by commas; None takes every method there is. What
             follows a colon, up to the next name, are options: "snapkv,cake:window=16,kernel=3".
         budgets: tokens per layer, or shares of the prompt below 1, for methods that take any.
+        nulls: whether each method's nulls follow it.
 
     Raises:
         InvalidRequestError: there is no such method or option, or a value doesn't fit.
@@ -227,7 +248,26 @@ def choose_variants(methods: str | None, budgets: Sequence[float]) -> list[Varia
     ]
     for variant in variants:
         resolve_method(variant.specification)
-    return variants
+    if not nulls:
+        return variants
+    return [one for variant in variants for one in (variant, *_nulls_of(variant))]
+
+
+_COUNTS = {
+    "needles": "needles",
+    "questions": "shared",
+    "code": "code",
+    "lines": "holes",
+    "costs": "repeats",
+}
+PARTS = tuple(_COUNTS)
+"""What can be measured without the rest."""
+
+
+def choose_parts(options: MethodsOptions, parts: Sequence[str]) -> MethodsOptions:
+    """Return options that measure some of ``PARTS`` only."""
+    left_out = {count: 0 for part, count in _COUNTS.items() if part not in parts}
+    return msgspec.structs.replace(options, **left_out)
 
 
 def parse_budgets(text: str) -> tuple[float, ...]:
@@ -256,6 +296,18 @@ def split_specifications(text: str) -> list[str]:
         else:
             found.append(part)
     return found
+
+
+def _nulls_of(variant: Variant) -> list[Variant]:
+    return [
+        msgspec.structs.replace(
+            variant,
+            specification=f"{variant.specification} {title}",
+            null=title,
+            of=variant.specification,
+        )
+        for title in null_titles(variant.specification)
+    ]
 
 
 def _at_budgets(specification: str, budgets: Sequence[float]) -> list[Variant]:

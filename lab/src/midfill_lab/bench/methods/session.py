@@ -18,8 +18,9 @@ from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 from midfill.methods.method import Method
+from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
-from midfill.models.checkpoints.opening import open_model
+from midfill.models.checkpoints.opening import model_digest, open_model
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
@@ -56,6 +57,7 @@ class MethodSession:
         info: backend, memory, context.
         has_sentinels: whether the model has FIM tokens.
         fingerprint: digest of the model.
+        served_model: what methods may know of it.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class MethodSession:
         Args:
             model: name or path.
             threads: that it runs on; None is one per core.
-            extra: further methods that requests may name.
+            extra: further methods that requests may name; more can be added to it later.
 
         Raises:
             MidfillError: it can't be found or loaded.
@@ -85,6 +87,7 @@ class MethodSession:
         )
         self.tokenizer = checkpoint.tokenizer
         self.fingerprint = checkpoint.content_digest
+        self.served_model = ServedModel(config=checkpoint.config, digest=model_digest(checkpoint))
         format = fim_format(checkpoint, None)
         self.has_sentinels = format is not None
         self._prompts = PromptEncoder(checkpoint, format, self.info.context, None)

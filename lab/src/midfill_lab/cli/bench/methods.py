@@ -2,11 +2,13 @@
 
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Group
 
 from midfill.cli.options import ThreadsOption
 from midfill.cli.progress import show_steps
+from midfill.cli.values import parse_names
 from midfill_lab.cli.bench.options import JsonOption
 from midfill_lab.cli.outputs import earlier_run
 from midfill_lab.reporting import publish, saver
@@ -30,6 +32,29 @@ ModelsOption = Annotated[
     str | None,
     typer.Option(help="Models to measure with, separated by commas; the default model if not set."),
 ]
+NullsOption = Annotated[
+    bool,
+    typer.Option(
+        "--nulls",
+        help="Measure each method's nulls, too, by needles: its budget spent at random, evenly, by"
+        " the plain score, or without what the method adds.",
+    ),
+]
+MeasureOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PART,...",
+        help="What to measure, separated by commas: needles, questions, code, lines, costs; all if"
+        " not set.",
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        min=200,
+        help="Tokens of a context with needles or questions; 2000, with --quick 1000.",
+    ),
+]
 QuickOption = Annotated[
     bool, typer.Option("--quick", help="Fewer and shorter prompts: under five minutes.")
 ]
@@ -47,6 +72,9 @@ def methods(
     methods: MethodsOption = None,
     budgets: BudgetsOption = None,
     models: ModelsOption = None,
+    nulls: NullsOption = False,
+    measure: MeasureOption = None,
+    context: ContextOption = None,
     quick: QuickOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
@@ -56,13 +84,16 @@ def methods(
 
     Quality: needles in real source text, SCBench's shared contexts in its two modes, prediction of
     held-out code, infilling. Costs: slots and bytes held, time to first token, decoding speed.
+    With --nulls, also whether a method beats its budget spent on something else.
     """
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
     from midfill_lab.bench.methods.measure import measure_methods
     from midfill_lab.bench.methods.report import methods_tables
     from midfill_lab.bench.methods.results import (
+        PARTS,
         QUICK,
         MethodsOptions,
+        choose_parts,
         choose_variants,
         parse_budgets,
         read_methods_report,
@@ -70,13 +101,17 @@ def methods(
 
     earlier = earlier_run(json, resume, read_methods_report)
     chosen = parse_budgets(budgets or ("0.25" if quick else "0.5,0.25,0.125"))
-    variants = choose_variants(methods, chosen)
+    variants = choose_variants(methods, chosen, nulls=nulls)
+    parts = PARTS if measure is None else parse_names(measure, PARTS, "--measure")
+    options = choose_parts(QUICK if quick else MethodsOptions(), parts)
+    if context is not None:
+        options = msgspec.structs.replace(options, context=context)
 
     with show_steps("loading") as progress:
         report = measure_methods(
             [name.strip() for name in (models or DEFAULT_MODEL).split(",")],
             variants,
-            QUICK if quick else MethodsOptions(),
+            options,
             threads=threads,
             progress=progress,
             save=saver(json),

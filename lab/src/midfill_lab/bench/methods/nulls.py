@@ -1,0 +1,287 @@
+"""Nulls: what each method of compression has to beat to show that it knows something.
+
+A null spends a method's budget on something else, on the same prompt: on tokens at random or at
+equal distances; by the method's own scores, reversed; by the plain score, SnapKV's pooled attention
+with the method's own window and kernel; or it leaves out the one thing that the method adds, such
+as unequal layers, or chooses heads at random. Only what differs between a method and a null can
+explain why one of them finds more.
+
+Every null keeps exactly as many cells as its method, but for "no mean key", which keeps a cell
+less per streaming head. Random choices follow from the prompt alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from midfill.arrays import BoolArray, Float32Array
+from midfill.methods.budget import require
+from midfill.methods.calibration_store import load_tables
+from midfill.methods.evict import compresskv, duoattention, razorattention, uncomp
+from midfill.methods.evict.cake import Cake
+from midfill.methods.evict.full_layers import FullLayers
+from midfill.methods.evict.method import CompressionMethod, SequenceKeys
+from midfill.methods.evict.snapkv import SnapKV
+from midfill.methods.evict.streaming_heads import HeadSplit
+from midfill.methods.evict.window_attention import head_attention, window_attention
+from midfill.methods.method import ModelSpecific
+from midfill.methods.registry import parse_name, resolve_method
+from midfill.methods.served_model import ServedModel
+from midfill.models.config import ModelConfig
+from midfill_lab.bench.methods.spending import (
+    DrawnMethod,
+    EvenKeys,
+    KeyChoice,
+    RandomKeys,
+    RankedKeys,
+    Scores,
+    SpentOtherwise,
+)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A method that is ready for a model.
+
+    Attributes:
+        settings: its hyper-parameters.
+        method: what requests use.
+        model: the model.
+    """
+
+    settings: object
+    method: CompressionMethod
+    model: ServedModel
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model as methods see it."""
+        return FullLayers(self.model.config).config
+
+    @property
+    def window(self) -> int:
+        """The last rows that the method observes and keeps, or SnapKV's where it has none."""
+        return int(getattr(self.settings, "window", _SNAPKV.window))
+
+
+_SNAPKV = SnapKV()
+
+Null = Callable[[_Prepared], CompressionMethod]
+
+
+def _spent(found: _Prepared, choice: KeyChoice, *, equally: bool) -> CompressionMethod:
+    return SpentOtherwise(found.method, found.config, choice, found.window, equally)
+
+
+def _random(found: _Prepared) -> CompressionMethod:
+    return _spent(found, RandomKeys(), equally=True)
+
+
+def _even(found: _Prepared) -> CompressionMethod:
+    return _spent(found, EvenKeys(), equally=True)
+
+
+def _plain(found: _Prepared) -> CompressionMethod:
+    kernel = int(getattr(found.settings, "kernel", _SNAPKV.kernel))
+    plain = SnapKV(budget=found.window + 1, window=found.window, kernel=kernel)
+    return _spent(found, RankedKeys(partial(_window_scores, plain)), equally=True)
+
+
+def _reversed(found: _Prepared) -> CompressionMethod:
+    return _spent(found, RankedKeys(_own_scores(found.method), reverse=True), equally=False)
+
+
+def _equal(found: _Prepared) -> CompressionMethod:
+    return _spent(found, RankedKeys(_own_scores(found.method)), equally=True)
+
+
+def _own_scores(method: CompressionMethod) -> Scores:
+    """Return what gives a method's scores of a prompt."""
+    if isinstance(method, SnapKV | Cake):
+        return partial(_window_scores, method)
+    if isinstance(method, compresskv.RetrievalVotes):
+        return partial(_votes, method)
+    assert isinstance(method, uncomp.GroupedHeads)
+    return partial(_head_scores, method.method.kernel)
+
+
+def _window_scores(
+    method: SnapKV | Cake, keys: SequenceKeys, queries: Float32Array
+) -> list[Float32Array]:
+    rows, kv_heads = queries.shape[1], keys.config.kv_heads
+    return [
+        head
+        for layer in range(keys.config.layers)
+        for head in method.scores(window_attention(keys, queries, layer)[:, :, :-rows], kv_heads)
+    ]
+
+
+def _votes(
+    method: compresskv.RetrievalVotes, keys: SequenceKeys, queries: Float32Array
+) -> list[Float32Array]:
+    kernel, kv_heads = method.method.kernel, keys.config.kv_heads
+    return [
+        votes
+        for layer, heads in enumerate(method.heads)
+        for votes in [compresskv.head_votes(keys, queries, layer, heads, kernel)] * kv_heads
+    ]
+
+
+def _head_scores(kernel: int, keys: SequenceKeys, queries: Float32Array) -> list[Float32Array]:
+    rows = queries.shape[1]
+    return [
+        uncomp.window_scores(head_attention(keys, queries, head)[:, :, :-rows], kernel)
+        for head in range(keys.heads)
+    ]
+
+
+def _all_heads_vote(found: _Prepared) -> CompressionMethod:
+    method = _votes_of(found.method)
+    return replace(method, heads=(tuple(range(found.config.query_heads)),) * found.config.layers)
+
+
+def _random_heads_vote(found: _Prepared) -> CompressionMethod:
+    method, config = _votes_of(found.method), found.config
+
+    def draw(generator: np.random.Generator) -> CompressionMethod:
+        drawn = [
+            generator.choice(config.query_heads, len(heads), replace=False)
+            for heads in method.heads
+        ]
+        return replace(method, heads=tuple(tuple(heads.tolist()) for heads in drawn))
+
+    return DrawnMethod(method, config, draw)
+
+
+def _votes_of(method: CompressionMethod) -> compresskv.RetrievalVotes:
+    assert isinstance(method, compresskv.RetrievalVotes)
+    return method
+
+
+def _random_groups(found: _Prepared) -> CompressionMethod:
+    method = _groups_of(found.method)
+    shape = (found.config.layers, found.config.kv_heads)
+
+    def draw(generator: np.random.Generator) -> CompressionMethod:
+        tables = {"marks": generator.random(shape), "entropy": np.zeros(shape)}
+        return replace(method, high=tuple(uncomp.high_heads(tables).tolist()))
+
+    return DrawnMethod(method, found.config, draw)
+
+
+def _reversed_groups(found: _Prepared) -> CompressionMethod:
+    tables = load_tables(uncomp.NAME, uncomp.VERSION, found.model)
+    lowest = {name: -tables[name] for name in ("marks", "entropy")}
+    return replace(_groups_of(found.method), high=tuple(uncomp.high_heads(lowest).tolist()))
+
+
+def _groups_of(method: CompressionMethod) -> uncomp.GroupedHeads:
+    assert isinstance(method, uncomp.GroupedHeads)
+    return method
+
+
+def _random_heads(found: _Prepared) -> CompressionMethod:
+    method = _split_of(found.method)
+
+    def draw(generator: np.random.Generator) -> CompressionMethod:
+        return replace(method, retrieval=tuple(generator.permutation(method.retrieval).tolist()))
+
+    return DrawnMethod(method, found.config, draw)
+
+
+def _reversed_gates(found: _Prepared) -> CompressionMethod:
+    """Return DuoAttention whose retrieval heads are those with the smallest gates."""
+    assert isinstance(found.settings, duoattention.DuoAttention)
+    gates = load_tables(duoattention.NAME, duoattention.VERSION, found.model)["gates"]
+    return _with_heads(found, duoattention.retrieval_heads(-gates, found.settings.sparsity))
+
+
+def _reversed_induction(found: _Prepared) -> CompressionMethod:
+    """Return RazorAttention with as many retrieval heads, those with the least induction."""
+    tables = load_tables(razorattention.NAME, razorattention.VERSION, found.model)
+    retrieval = np.array(_split_of(found.method).retrieval)
+    scores = tables["induction"].reshape(len(retrieval), -1).max(axis=1)
+    lowest = np.zeros_like(retrieval)
+    lowest[np.argsort(scores, kind="stable")[: retrieval.sum()]] = True
+    return _with_heads(found, lowest)
+
+
+def _no_mean_key(found: _Prepared) -> CompressionMethod:
+    method = _split_of(found.method)
+    return replace(method, rule=replace(method.rule, mean=False))
+
+
+def _with_heads(found: _Prepared, retrieval: BoolArray) -> CompressionMethod:
+    return replace(_split_of(found.method), retrieval=tuple(retrieval.tolist()))
+
+
+def _split_of(method: CompressionMethod) -> HeadSplit:
+    assert isinstance(method, HeadSplit)
+    return method
+
+
+_POSITIONS: Mapping[str, Null] = {"at random": _random, "evenly": _even}
+_KEYS: Mapping[str, Null] = {**_POSITIONS, "plain score": _plain}
+_SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
+
+NULLS: Mapping[str, Mapping[str, Null]] = {
+    "streamingllm": _KEYS,
+    "lacache": _KEYS,
+    "snapkv": {**_POSITIONS, "reversed score": _reversed},
+    "cake": {**_SCORED, "equal layers": _equal},
+    "compresskv": {
+        **_SCORED,
+        "equal layers": _equal,
+        "all heads vote": _all_heads_vote,
+        "random heads vote": _random_heads_vote,
+    },
+    "uncomp": {
+        **_SCORED,
+        "equal groups": _equal,
+        "reversed groups": _reversed_groups,
+        "random groups": _random_groups,
+    },
+    "razorattention": {
+        **_KEYS,
+        "random heads": _random_heads,
+        "reversed heads": _reversed_induction,
+        "no mean key": _no_mean_key,
+    },
+    "duoattention": {
+        **_KEYS,
+        "random heads": _random_heads,
+        "reversed heads": _reversed_gates,
+    },
+}
+"""What each method is compared with, by what the null spends the budget on. H2O's scores come block
+by block, so nothing can be spent otherwise at the prompt's end: it has none."""
+
+
+def null_titles(specification: str) -> Sequence[str]:
+    """Return on what the nulls of a method spend its budget; none where it has no nulls."""
+    return tuple(NULLS.get(parse_name(specification), ()))
+
+
+def make_null(specification: str, title: str, model: ServedModel) -> CompressionMethod:
+    """Return a null of a method.
+
+    Args:
+        specification: the method's.
+        title: one of ``null_titles``.
+        model: that it is used with.
+
+    Raises:
+        InvalidRequestError: the method doesn't suit the model, or trims prompts while they are
+            computed, so that nothing is left to choose at their ends.
+    """
+    settings = resolve_method(specification)
+    method = settings.for_model(model) if isinstance(settings, ModelSpecific) else settings
+    assert isinstance(method, CompressionMethod)
+    require(
+        not getattr(settings, "cascade", 0),
+        "the nulls of a method are compared with it at the prompt's end: leave out cascade=1",
+        parse_name(specification),
+    )
+    return NULLS[parse_name(specification)][title](_Prepared(settings, method, model))

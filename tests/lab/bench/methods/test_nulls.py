@@ -1,0 +1,225 @@
+"""Nulls: each spends its method's budget to the cell, the same way whatever else runs."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_keys import CONFIG, KV_HEADS, LAYERS, fake_keys, fake_queries
+from made_methods import made_up_calibrations, make_method
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.engine.request import EngineSamplingParams
+from midfill.errors import InvalidRequestError
+from midfill.methods import calibration_store
+from midfill.methods.evict.compresskv import RetrievalVotes
+from midfill.methods.evict.method import CompressionMethod, RecallingMethod
+from midfill.methods.evict.razorattention import retrieval_heads
+from midfill.methods.evict.selection import Selection
+from midfill.methods.evict.streaming_heads import HeadSplit
+from midfill.methods.evict.uncomp import GroupedHeads
+from midfill.methods.method import Method
+from midfill.methods.registry import methods_of
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu.runner import CpuRunner
+from midfill_lab.bench.methods.nulls import NULLS, make_null, null_titles
+from midfill_lab.bench.methods.session import MethodSession
+from midfill_lab.bench.methods.spending import DrawnMethod, cells_per_head
+from serving import build_engine, preempting_every, request, same, serve
+
+DIGEST = "5" * 16
+SPECIFICATIONS = {
+    "streamingllm": "streamingllm:budget=48",
+    "lacache": "lacache:budget=48",
+    "snapkv": "snapkv:budget=24,window=8",
+    "cake": "cake:budget=24,window=8",
+    "compresskv": "compresskv:budget=24,least=10,heads=2",
+    "uncomp": "uncomp:budget=24",
+    "razorattention": "razorattention:sinks=4,recent=32,share=0,induction=0.3",
+    "duoattention": "duoattention:sinks=4,recent=32",
+}
+ALL = [(name, title) for name in SPECIFICATIONS for title in NULLS[name]]
+each_null = pytest.mark.parametrize(("name", "title"), ALL)
+
+
+def served(config: ModelConfig) -> ServedModel:
+    digest = f"{config.layers:04}{config.kv_heads:04}" + DIGEST
+    for calibration in made_up_calibrations(digest, config):
+        calibration_store.store(calibration)
+    return ServedModel(config=config, digest=digest)
+
+
+def null(name: str, title: str, config: ModelConfig = CONFIG) -> CompressionMethod:
+    return make_null(SPECIFICATIONS[name], title, served(config))
+
+
+def select(method: CompressionMethod, prompt: int = 0, tokens: int = 120) -> Selection:
+    keys, _ = fake_keys(tokens)
+    compressor = method.start(CONFIG)
+    if isinstance(method, RecallingMethod):
+        _, compressor = method.recall(np.full(tokens, prompt, np.int32), "")
+    queries = fake_queries(32)[:, 32 - min(method.observed_rows, 32) :]
+    found = compressor.select(keys, queries)
+    assert found is not None
+    found.check(keys.counts)
+    return found
+
+
+def test_every_method_that_decides_at_the_prompts_end_has_nulls() -> None:
+    assert set(NULLS) == set(SPECIFICATIONS) == set(methods_of("evict")) - {"h2o"}
+    assert null_titles("h2o:budget=64") == ()
+    assert set(null_titles("cake:window=16")) == {
+        "at random", "evenly", "plain score", "reversed score", "equal layers",
+    }  # fmt: skip
+
+
+@each_null
+def test_a_null_keeps_as_many_cells_as_its_method(name: str, title: str) -> None:
+    own = make_method(SPECIFICATIONS[name], CONFIG)
+    assert isinstance(own, CompressionMethod)
+    expected = cells_per_head(select(own))
+    found = cells_per_head(select(null(name, title)))
+    if title == "no mean key":
+        streaming = expected < 120
+        assert (expected - found).tolist() == streaming.astype(int).tolist()
+        return
+    assert found.sum() == expected.sum()
+    if title in ("at random", "evenly", "plain score", "equal layers", "equal groups"):
+        assert np.ptp(found) <= 1
+    if title == "reversed score":
+        assert found.tolist() == expected.tolist()
+
+
+@each_null
+def test_a_null_keeps_something_else_and_what_is_drawn_is_the_prompts(
+    name: str, title: str
+) -> None:
+    own = make_method(SPECIFICATIONS[name], CONFIG)
+    assert isinstance(own, CompressionMethod)
+    method = null(name, title)
+    found = select(method)
+    if title != "no mean key":
+        assert found.kept.tolist() != select(own).kept.tolist()
+    drawn = {tuple(select(method, prompt).kept.tolist()) for prompt in range(6)}
+    assert (len(drawn) > 1) == ("random" in title)
+    assert select(method).kept.tolist() == found.kept.tolist()
+
+
+def test_the_plain_score_is_snapkv_with_the_methods_window_and_kernel() -> None:
+    for name, kernel in (("cake", 5), ("compresskv", 5), ("uncomp", 7)):
+        plain = make_method(f"snapkv:budget=24,window=8,kernel={kernel}", CONFIG)
+        assert isinstance(plain, CompressionMethod)
+        found, expected = select(null(name, "plain score")), select(plain)
+        assert found.kept.tolist() == expected.kept.tolist()
+        assert found.indptr.tolist() == expected.indptr.tolist()
+
+
+def test_heads_that_vote_are_all_or_other_ones() -> None:
+    config = served(CONFIG).config
+    all_vote = null("compresskv", "all heads vote")
+    assert isinstance(all_vote, RetrievalVotes)
+    assert all_vote.heads == (tuple(range(config.query_heads)),) * LAYERS
+    drawn = null("compresskv", "random heads vote")
+    assert isinstance(drawn, DrawnMethod)
+    votes = drawn.draw(np.random.default_rng(0))
+    assert isinstance(votes, RetrievalVotes)
+    assert [len(set(heads)) for heads in votes.heads] == [2] * LAYERS
+
+
+def test_heads_and_groups_are_reversed_or_drawn_and_equally_many() -> None:
+    for name in ("duoattention", "razorattention"):
+        own = make_method(SPECIFICATIONS[name], CONFIG)
+        least, drawn = null(name, "reversed heads"), null(name, "random heads")
+        assert isinstance(own, HeadSplit)
+        assert isinstance(least, HeadSplit)
+        assert isinstance(drawn, DrawnMethod)
+        other = drawn.draw(np.random.default_rng(0))
+        assert isinstance(other, HeadSplit)
+        assert sum(own.retrieval) == sum(least.retrieval) == sum(other.retrieval)
+        assert own.retrieval != other.retrieval != least.retrieval
+        if name == "razorattention":
+            tables = made_up_calibrations("", CONFIG)[1].tables
+            share = 1 - sum(least.retrieval) / len(least.retrieval)
+            best = retrieval_heads(tables, CONFIG, share, 0.0)
+            assert (~best).tolist() == list(least.retrieval)
+    groups = null("uncomp", "reversed groups")
+    own = make_method(SPECIFICATIONS["uncomp"], CONFIG)
+    assert isinstance(groups, GroupedHeads)
+    assert isinstance(own, GroupedHeads)
+    for found in (groups, own):
+        high = np.array(found.high).reshape(LAYERS, KV_HEADS)
+        assert (high.sum(axis=1) == (KV_HEADS + 1) // 2).all()
+    assert groups.high != own.high
+
+
+def test_a_method_that_trims_meanwhile_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"cake: .* leave out cascade=1"):
+        make_null("cake:cascade=1", "evenly", served(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuRunner]:
+    folder = write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama")
+    runner = CpuRunner.load(
+        open_checkpoint(folder), slots=400, threads=1, weights="f32", kv_cache_dtype="f32"
+    )
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [("cake", "at random"), ("compresskv", "random heads vote"), ("uncomp", "random groups"),
+     ("razorattention", "random heads"), ("duoattention", "plain score")],
+)  # fmt: skip
+def test_load_and_preemption_change_no_bit(runner: CpuRunner, name: str, title: str) -> None:
+    sampling = EngineSamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+    method = null(name, title, runner.config)
+    prompts = [
+        tuple(random.Random(length).choices(range(1, VOCAB), k=length)) for length in (70, 90, 110)
+    ]
+    asked = [request(f"{at}", tokens, sampling) for at, tokens in enumerate(prompts)]
+    alone = [serve(build_engine(runner, method=method), [one])[one.request_id, 0] for one in asked]
+    dense = serve(build_engine(runner), asked[:1])["0", 0]
+    assert not same(alone[0], dense)
+    together = serve(build_engine(runner, token_budget=17, method=method), asked)
+    preempted = build_engine(runner, method=method)
+    again = serve(preempted, asked, after_step=preempting_every(7))
+    assert preempted.stats().preemptions > 0
+    for at, expected in enumerate(alone):
+        assert same(together[f"{at}", 0], expected)
+        assert same(again[f"{at}", 0], expected)
+
+
+def test_the_engine_holds_as_many_slots_under_a_null_as_under_its_method(
+    tiny_model: str,
+) -> None:
+    extra: dict[str, Method] = {}
+    session = MethodSession(tiny_model, threads=1, extra=extra)
+    tokens = random.Random(0).choices(range(1, 300), k=300)
+    try:
+        for calibration in made_up_calibrations(
+            session.served_model.digest, session.served_model.config
+        ):
+            calibration_store.store(calibration)
+        for name, specification in SPECIFICATIONS.items():
+            held = session.hold(tokens, specification, 2, cold=False).after_prefill
+            assert held < len(tokens)
+            for title in null_titles(specification):
+                null_name = f"{specification} {title}"
+                extra[null_name] = make_null(specification, title, session.served_model)
+                found = session.hold(tokens, null_name, 2, cold=False).after_prefill
+                assert found == held or (title == "no mean key" and held - 1 <= found <= held), name
+    finally:
+        session.close()
+
+
+def test_a_null_leaves_its_methods_settings_alone() -> None:
+    method = null("razorattention", "no mean key")
+    assert isinstance(method, HeadSplit)
+    own = make_method(SPECIFICATIONS["razorattention"], CONFIG)
+    assert isinstance(own, HeadSplit)
+    assert dataclasses.replace(own.rule, mean=False) == method.rule
