@@ -62,6 +62,7 @@ TESTED_THROUGH = {
     "kernels/cpu/test_work_stealing.py": ("kernels/cpu/atomics",),
     "lab/bench/test_profile.py": ("lab/bench/roofline",),
     "lab/calibration/test_razorattention.py": ("methods/model_probe",),
+    "lab/cli/test_bench_scbench.py": ("lab/cli/bench/scbench",),
     "lab/cli/test_bench_serving.py": ("lab/cli/bench/serving",),
     "lab/evaluation/sandbox/test_pool.py": (
         "lab/evaluation/sandbox/isolation",
