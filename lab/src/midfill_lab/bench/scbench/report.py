@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from midfill_lab.bench.methods.results import FULL, Variant
 from midfill_lab.bench.scbench.estimates import Estimate, Value, estimate
-from midfill_lab.bench.scbench.results import Mode, Reuse, Row, SCBenchReport
+from midfill_lab.bench.scbench.results import MODES, Mode, Reuse, Row, SCBenchReport
 from midfill_lab.bench.scbench.tasks import TASKS
 from midfill_lab.reporting import ResultTable
 
@@ -64,23 +64,13 @@ class Measure(NamedTuple):
 
 
 def _nats(found: Estimate) -> str:
-    return (
-        f"{found.mean:+.3f} ± {_reach(found, 1):.3f}"
-        if found.reach is not None
-        else f"{found.mean:+.3f}"
-    )
+    reach = "" if found.reach is None else f" ± {found.reach:.3f}"
+    return f"{found.mean:+.3f}{reach}"
 
 
 def _points(found: Estimate) -> str:
-    return (
-        f"{100 * found.mean:+.1f} ± {_reach(found, 100):.1f}"
-        if found.reach is not None
-        else f"{100 * found.mean:+.1f}"
-    )
-
-
-def _reach(found: Estimate, factor: float) -> float:
-    return factor * (found.reach or 0.0)
+    reach = "" if found.reach is None else f" ± {100 * found.reach:.1f}"
+    return f"{100 * found.mean:+.1f}{reach}"
 
 
 def _logprob_change(row: Row, full: Row) -> float | None:
@@ -181,11 +171,15 @@ class LengthResults:
             if row.held_slots and (held := self._full[row.sample, row.mode, row.turn].held_slots)
         )
 
-    def cached_share(self, method: str, mode: Mode) -> float | None:
-        """Return the share of later questions' prompts that was cached; None if none is asked."""
+    def cached_tokens(self, method: str, mode: Mode) -> tuple[float, float] | None:
+        """Return the tokens that were cached of later questions' prompts, and all of them; means.
+
+        None if there are no later questions.
+        """
         later = [row for row in self.rows(method) if row.mode == mode and row.turn]
-        prompts = sum(row.prompt_tokens for row in later)
-        return sum(row.cached_tokens for row in later) / prompts if prompts else None
+        if not later:
+            return None
+        return fmean(row.cached_tokens for row in later), fmean(row.prompt_tokens for row in later)
 
 
 def scbench_tables(report: SCBenchReport) -> list[ResultTable]:
@@ -206,8 +200,10 @@ def _tables(results: LengthResults) -> Iterator[ResultTable]:
         return
     for measure in MEASURES:
         yield _losses(results, variants, measure)
-    for mode, title in (("turns", "in turns"), ("requests", "in requests")):
-        condition = Condition(title, mode, "held")  # type: ignore[arg-type]
+    for condition in (
+        Condition("in turns", "turns", "held"),
+        Condition("in requests", "requests", "held"),
+    ):
         held = [v for v in variants if results.change(v.specification, condition, LOGPROB)]
         if held:
             yield _by_task(results, held, condition)
@@ -218,35 +214,41 @@ def _full_kv(results: LengthResults) -> ResultTable:
     for name in results.report.options.tasks:
         task, found = TASKS[name], results.rows(FULL, name)
         row = {"task": name, "needs": task.capability, "scored by": task.measure}
-        modes: tuple[Mode, ...] = ("turns", "requests")
-        for mode in modes:
+        for mode in MODES:
             own = [each for each in found if each.mode == mode]
             score = estimate([Value(each.score, name, each.sample) for each in own], unit=1.0)
             logprob = estimate([Value(each.logprob or 0.0, name, each.sample) for each in own])
             row[mode] = _NOTHING if score is None else _points(score).lstrip("+")
             row[f"log-prob, {mode}"] = _NOTHING if logprob is None else _nats(logprob)
         row["guess"] = f"{100 * fmean(each.guess for each in found):.1f}"
-        row["answers"] = "yes" if name in results.answered else "no"
+        row["answers"] = "yes" if name in results.answered else "not shown"
         row["tokens"] = f"{fmean(each.prompt_tokens for each in found):,.0f}"
         rows.append(row)
-    shares = (
-        f"{share:.0%} in {mode}"
-        for mode in modes
-        if (share := results.cached_share(FULL, mode)) is not None
-    )
-    report = results.report
-    refused = "".join(f" {name}: {reason}." for name, reason in report.refused.items())
     return ResultTable(
         title=f"What full KV answers at {results.length:,} tokens",
         titled=True,
         rows=rows,
         labels=3,
-        caption=f"{report.model}, {report.backend}; {report.options.contexts} contexts per task,"
-        f" {report.options.turns} questions each, text of {report.text}. Scores in percent with 95%"
-        " intervals over contexts; log-probabilities in nats per token of the right answer; guess:"
-        " the score of the right answers to the context's other questions; answers: whether full"
-        " KV is better than that beyond doubt. Tokens: of a prompt. Found in the prefix cache of"
-        f" later questions' prompts: {', '.join(shares) or 'nothing'}. {report.machine}.{refused}",
+        caption=_conditions(results),
+    )
+
+
+def _conditions(results: LengthResults) -> str:
+    """Return what was measured on what, and what the columns of the first table are."""
+    report = results.report
+    cached = (
+        f"{found[0]:,.0f} of {found[1]:,.0f} in {mode}"
+        for mode in MODES
+        if (found := results.cached_tokens(FULL, mode)) is not None
+    )
+    refused = "".join(f" {name}: {reason}." for name, reason in report.refused.items())
+    return (
+        f"{report.model}, {report.backend}; contexts per task: {report.options.contexts}, questions"
+        f" each: {report.options.turns}; text of {report.text}. Scores in percent with 95%"
+        " intervals over contexts; log-probabilities in nats per token of the right answer. Guess:"
+        " the score of the right answers to the context's other questions; answers: whether full KV"
+        " is shown to be better than that. Tokens: of a prompt. Tokens of later questions' prompts"
+        f" that were in the prefix cache: {', '.join(cached) or 'none'}. {report.machine}.{refused}"
     )
 
 

@@ -31,6 +31,7 @@ LengthsOption = Annotated[
     typer.Option(
         "--length",
         min=200,
+        metavar="TOKENS",
         help="Tokens of a context with its questions and answers (repeatable).",
     ),
 ]
