@@ -16,7 +16,13 @@ from midfill_lab.bench.scbench import measure as bench
 from midfill_lab.bench.scbench.measure import SampleRun, ask, measure_scbench, reuses_of
 from midfill_lab.bench.scbench.packages import PackageTexts
 from midfill_lab.bench.scbench.plot import families, plot_scbench
-from midfill_lab.bench.scbench.report import CONDITIONS, LOGPROB, LengthResults, scbench_tables
+from midfill_lab.bench.scbench.report import (
+    CONDITIONS,
+    DIVERGENCE,
+    LOGPROB,
+    LengthResults,
+    scbench_tables,
+)
 from midfill_lab.bench.scbench.results import ResultFile, Row, SCBenchOptions, SCBenchReport
 from midfill_lab.bench.scbench.samples import Sample, SampleMaker
 from midfill_lab.bench.scbench.session import Asked, SharedContextSession
@@ -141,6 +147,16 @@ def test_a_method_that_keeps_everything_changes_nothing(
         assert row.divergence == 0.0
 
 
+def test_contexts_begin_as_raw_prompts_do(
+    session: SharedContextSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = session.encode("one = 1")
+    monkeypatch.setattr(session._prompts, "raw_bos", 7)
+    assert session.encode("one = 1") == [7, *plain]
+    monkeypatch.setattr(session._prompts, "raw_bos", plain[0])
+    assert session.encode("one = 1") == plain, "it is not written twice"
+
+
 def test_answers_of_a_batch_are_those_of_each_alone(
     session: SharedContextSession, sample: Sample
 ) -> None:
@@ -239,18 +255,20 @@ def test_methods_are_plotted_by_family() -> None:
 @pytest.mark.slow
 @pytest.mark.real_model
 def test_what_a_method_drops_before_it_is_asked_for_is_lost() -> None:
-    options = SCBenchOptions(tasks=("kv", "many_shot"), lengths=(1000,), contexts=4, turns=3)
+    options = SCBenchOptions(tasks=("kv", "many_shot"), lengths=(1000,), contexts=3, turns=3)
     sparse = Variant("streamingllm:budget=0.125", "streamingllm", 0.125)
     half = Variant("snapkv:budget=0.5", "snapkv", 0.5)
     report = measure_scbench("smollm2-135m", [sparse, half], options, results=ResultFile(None))
     found = LengthResults(report, 1000)
-    assert "many_shot" in found.answered
-    _, later, _, requests, _ = CONDITIONS
+    first, later, _, requests, anew = CONDITIONS
     for condition in (later, requests):
-        lost = found.change(sparse.specification, condition, LOGPROB)
+        lost = found.change(sparse.specification, condition, DIVERGENCE)
         assert lost is not None
-        assert lost.high < 0.0
-    held, anew = (found.change(half.specification, each, LOGPROB) for each in CONDITIONS[3:])
-    assert held is not None
-    assert anew is not None
-    assert held.mean < anew.mean, "with the question in view, it chooses better"
+        assert lost.low > 0.0
+    mean: dict[str, float] = {}
+    for condition in CONDITIONS:
+        change = found.change(half.specification, condition, DIVERGENCE)
+        assert change is not None
+        mean[condition.title] = change.mean
+    assert mean[requests.title] > 2 * mean[anew.title], "with the question in view it keeps more"
+    assert mean[later.title] > 2 * mean[first.title], "it has seen the first question alone"

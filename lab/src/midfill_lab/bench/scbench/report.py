@@ -116,7 +116,7 @@ class LengthResults:
     Attributes:
         report: all of it.
         length: tokens.
-        answered: tasks that full KV answers better than by guessing, beyond doubt.
+        answered: tasks in which full KV is shown to be better than a guess.
     """
 
     def __init__(self, report: SCBenchReport, length: int) -> None:
