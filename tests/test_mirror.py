@@ -63,6 +63,7 @@ TESTED_THROUGH = {
     "lab/bench/ceiling/test_measure.py": ("lab/bench/ceiling/plot", "lab/cli/bench/ceiling"),
     "lab/bench/roofline/test_ceilings.py": ("lab/bench/roofline/arithmetic",),
     "lab/calibration/test_razorattention.py": ("methods/model_probe",),
+    "lab/cli/test_bench_scbench.py": ("lab/cli/bench/scbench",),
     "lab/cli/test_bench_serving.py": ("lab/cli/bench/serving",),
     "lab/evaluation/sandbox/test_pool.py": (
         "lab/evaluation/sandbox/isolation",

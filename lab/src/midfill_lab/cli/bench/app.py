@@ -27,6 +27,7 @@ from midfill_lab.cli.bench.options import (
     UrlOption,
 )
 from midfill_lab.cli.bench.peers import peers
+from midfill_lab.cli.bench.scbench import scbench
 from midfill_lab.cli.bench.serving import serving
 from midfill_lab.reporting import publish
 
@@ -179,5 +180,5 @@ def edits(
     asyncio.run(measure())
 
 
-for _command in (batch, ceiling, peers, methods, serving):
+for _command in (batch, ceiling, peers, methods, scbench, serving):
     app.command()(_command)

@@ -1,0 +1,1 @@
+"""SCBench: what methods lose when several questions share one context, in turns and in requests."""

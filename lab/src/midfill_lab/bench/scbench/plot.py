@@ -1,0 +1,85 @@
+"""The plot of a run: what each family of methods loses in turns and in requests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from midfill.methods.registry import KINDS, METHODS, parse_name, split_methods
+from midfill_lab.bench.scbench.report import (
+    AGREEMENT,
+    CONDITIONS,
+    LOGPROB,
+    LengthResults,
+    Measure,
+)
+from midfill_lab.bench.scbench.results import SCBenchReport
+
+_TITLES = {
+    "evict": "eviction",
+    "prefill": "sparse prefill",
+    "reuse": "KV from elsewhere",
+    "rows": "fewer rows",
+}
+_ORDINATES = (
+    (LOGPROB, "log-probability lost,\nnats per token"),
+    (AGREEMENT, "other answers, share"),
+)
+_WIDTH = 0.8
+"""Of a method's bars together; methods are 1 apart."""
+
+
+def families(methods: Sequence[str]) -> dict[str, list[str]]:
+    """Return the specifications by the kind of their first method, in the order of the kinds."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for method in methods:
+        found[METHODS[parse_name(split_methods(method)[0])].kind].append(method)
+    return {kind: names for kind, names in found.items() if names}
+
+
+def plot_scbench(report: SCBenchReport, path: Path) -> None:
+    """Plot a panel per family, with two measures for each length; the file's ending is the format.
+
+    Raises:
+        ValueError: no method but full KV was measured.
+    """
+    from matplotlib.figure import Figure
+
+    groups = families(report.methods[1:])
+    if not groups:
+        raise ValueError("there is nothing to plot beside full KV")
+    places = [(length, *each) for length in report.options.lengths for each in _ORDINATES]
+    widths = [len(methods) + 1 for methods in groups.values()]
+    figure = Figure(figsize=(4 + sum(widths), 3.2 * len(places)), layout="constrained")
+    panels: Any = figure.subplots(
+        len(places), len(groups), squeeze=False, sharey="row", width_ratios=widths
+    )
+    for row, (length, measure, ordinate) in zip(panels, places, strict=True):
+        results = LengthResults(report, length)
+        for axes, (kind, methods) in zip(row, groups.items(), strict=True):
+            _draw(axes, results, methods, measure)
+            axes.set_title(f"{_TITLES.get(kind, kind)}, {length:,} tokens", fontsize=10)
+        row[0].set_ylabel(ordinate)
+    handles, labels = panels[-1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(CONDITIONS))
+    figure.savefig(path, dpi=130)
+
+
+def _draw(axes: Any, results: LengthResults, methods: Sequence[str], measure: Measure) -> None:
+    """Draw bars with intervals: per method, one for each condition."""
+    width = _WIDTH / len(CONDITIONS)
+    sign = -1.0 if measure is LOGPROB else 1.0
+    for number, condition in enumerate(CONDITIONS):
+        found = [results.change(method, condition, measure) for method in methods]
+        places = [place + (number + 0.5) * width - _WIDTH / 2 for place in range(len(methods))]
+        axes.bar(
+            places,
+            [0.0 if one is None else sign * one.mean for one in found],
+            width,
+            yerr=[0.0 if one is None else one.reach or 0.0 for one in found],
+            error_kw={"elinewidth": 0.8},
+            color=f"C{number}",
+            label=condition.title,
+        )
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(methods)), methods, rotation=20, ha="right", fontsize=8)
+    axes.grid(axis="y", alpha=0.3)
