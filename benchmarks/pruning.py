@@ -35,6 +35,7 @@ from midfill.methods.rows.lazyllm import LazyLLM
 from midfill.methods.rows.uncomp_stage import UNCompStage
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.model_record import raw_bos_of
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.models.checkpoints.opening import model_digest
 from midfill.models.config import ModelConfig
@@ -263,7 +264,7 @@ class _Bench:
         methods: dict[str, Method | None],
         tokens: int,
     ) -> None:
-        self._tokenizer = checkpoint.tokenizer
+        self._tokenizer, self._bos = checkpoint.tokenizer, raw_bos_of(checkpoint)
         self._tap = _Tap(runner)
         options = ModelOptions(token_budget=tokens + 512)  # a prompt is one step
         self._engine = Engine(
@@ -277,9 +278,9 @@ class _Bench:
         self._asked = 0
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that begins a prompt."""
-        begins = [self._tokenizer.bos_token_id] if self._tokenizer.add_bos else []
-        return [token for token in begins if token is not None] + self._tokenizer.encode(text)
+        """Return the tokens of a text that begins a prompt, as the server begins raw prompts."""
+        tokens = self._tokenizer.encode(text)
+        return tokens if self._bos is None else [self._bos, *tokens]
 
     def answer(
         self, probe: Probe, method: str, exact: Float32Array | None

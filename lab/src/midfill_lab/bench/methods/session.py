@@ -116,10 +116,9 @@ class MethodSession:
             close()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that begins a prompt."""
-        tokenizer = self.tokenizer
-        begins = [tokenizer.bos_token_id] if tokenizer.add_bos else []
-        return [token for token in begins if token is not None] + tokenizer.encode(text)
+        """Return the tokens of a text that begins a prompt, as the server begins raw prompts."""
+        begin, tokens = self._prompts.raw_bos, self.tokenizer.encode(text)
+        return tokens if begin is None else [begin, *tokens]
 
     def refusal(self, method: str) -> str | None:
         """Return why a method can't be used with this model; None if it can."""

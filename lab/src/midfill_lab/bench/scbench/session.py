@@ -63,15 +63,6 @@ class SharedContextSession(MethodSession):
 
     tenant = ""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that begins a prompt, as the server begins raw prompts.
-
-        The default model was trained on documents after an end-of-text token: without it, it
-        doesn't continue many-shot examples.
-        """
-        tokens, begin = super().encode(text), self._prompts.raw_bos
-        return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
-
     def generate(self, asked: Sequence[Asked]) -> list[Generated]:
         """Answer prompts, all in one batch; answers are the same as if each were alone.
 
