@@ -158,8 +158,6 @@ def test_contexts_begin_as_raw_prompts_do(
     plain = session.encode("one = 1")
     monkeypatch.setattr(session._prompts, "raw_bos", 7)
     assert session.encode("one = 1") == [7, *plain]
-    monkeypatch.setattr(session._prompts, "raw_bos", plain[0])
-    assert session.encode("one = 1") == plain, "it is not written twice"
 
 
 def test_answers_of_a_batch_are_those_of_each_alone(
