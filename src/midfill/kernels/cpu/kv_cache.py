@@ -155,14 +155,19 @@ def allocate_kv(
     return values, small_page_zeros(scales, np.float32).view(np.float32)
 
 
+def _is_packed(array_type: Any) -> bool:
+    """Return whether items of an array of this Numba type hold two numbers each."""
+    return bool(array_type.dtype == types.uint8)
+
+
 def item_offset(builder: ir.IRBuilder, array_type: Any, offset: Any) -> Any:
     """Generate the number of the item that holds number ``offset``; a multiple of 16."""
-    return builder.ashr(offset, integer(1)) if array_type.dtype == types.uint8 else offset
+    return builder.ashr(offset, integer(1)) if _is_packed(array_type) else offset
 
 
 def entry_size(array_type: Any, head_dim: int) -> int:
     """Return the bytes of an entry in an array of this Numba type, without its scale."""
-    bits: int = array_type.dtype.bitwidth // (2 if array_type.dtype == types.uint8 else 1)
+    bits: int = array_type.dtype.bitwidth // (2 if _is_packed(array_type) else 1)
     return head_dim * bits // 8
 
 
@@ -174,7 +179,7 @@ def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, poin
         return load_halves(context, builder, pointer)
     if array_type.dtype == types.int16:
         return load_bfloat16s(builder, pointer)
-    if array_type.dtype == types.uint8:
+    if _is_packed(array_type):
         return _load_packed(builder, pointer)
     quants = builder.sext(load_unaligned(builder, pointer, I8_VECTOR), I32_VECTOR)
     return builder.sitofp(quants, F32_VECTOR)
@@ -206,12 +211,12 @@ def _store_packed(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
 @generated(types.boolean, OWN)
 def is_quantized(context: Any, builder: Any, kinds: Any, entries: Any) -> Any:
     """Return whether entries are quants with a scale; known when the kernel is compiled."""
-    return context.get_constant(types.boolean, kinds[0].dtype in (types.int8, types.uint8))
+    return context.get_constant(types.boolean, _is_packed(kinds[0]) or kinds[0].dtype == types.int8)
 
 
 @generated(types.intp, OWN)
 def _numbers_per_item(context: Any, builder: Any, kinds: Any, entries: Any) -> Any:
-    return context.get_constant(types.intp, 2 if kinds[0].dtype == types.uint8 else 1)
+    return context.get_constant(types.intp, 2 if _is_packed(kinds[0]) else 1)
 
 
 @inlined_kernel
@@ -236,7 +241,7 @@ def transform_for(entries: Any, *_: Any) -> Any:
 
     Arguments: (entries, x float32, at, head_dim).
     """
-    return _transform if entries.dtype == types.uint8 else _transform_nothing
+    return _transform if _is_packed(entries) else _transform_nothing
 
 
 @generated(f32x16, OWN, INDEX)
@@ -259,7 +264,7 @@ def store_entry(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None
         store_halves(context, builder, value, pointer)
     elif kind.dtype == types.int16:
         store_bfloat16s(builder, value, pointer)
-    elif kind.dtype == types.uint8:
+    elif _is_packed(kind):
         _store_packed(builder, value, pointer)
     else:
         whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
@@ -310,7 +315,7 @@ def find_range(entries: Any, *_: Any) -> Any:
     Of -8..7 that is -8, for the number with the largest magnitude, so the scale may be negative.
     Arguments: (entries, x, at, head_dim).
     """
-    return _signed_range if entries.dtype == types.uint8 else _symmetric_range
+    return _signed_range if _is_packed(entries) else _symmetric_range
 
 
 @kernel
