@@ -277,7 +277,10 @@ def raw_bos_of(checkpoint: DescribedModel) -> int | None:
     if not text:
         return tokenizer.bos_token_id if tokenizer.add_bos else None
     if text not in tokenizer.special_tokens:
-        raise CheckpointError(f"{checkpoint.path}: the model has no token {_short(text)}")
+        raise CheckpointError(
+            f"{checkpoint.path}: the model has no token {_short(text)}, with which raw prompts should"
+            " begin ('raw_prompt.bos' in its or its adapter's midfill.json)"
+        )
     return tokenizer.special_tokens[text]
 
 
