@@ -278,8 +278,8 @@ def raw_bos_of(checkpoint: DescribedModel) -> int | None:
         return tokenizer.bos_token_id if tokenizer.add_bos else None
     if text not in tokenizer.special_tokens:
         raise CheckpointError(
-            f"{checkpoint.path}: the model has no token {_short(text)}, with which raw prompts should"
-            " begin ('raw_prompt.bos' in its or its adapter's midfill.json)"
+            f"{checkpoint.path}: the model has no token {_short(text)}, with which raw prompts"
+            " should begin ('raw_prompt.bos' in its or its adapter's midfill.json)"
         )
     return tokenizer.special_tokens[text]
 
