@@ -1,4 +1,4 @@
-"""What 4-bit entries of a KV cache hold, as NumPy sees it."""
+"""What 4-bit entries of a KV cache hold, and what they are multiplied with, as NumPy sees it."""
 
 import numpy as np
 
@@ -13,5 +13,11 @@ def hadamard_matrix(size: int) -> np.ndarray:
 
 def unpacked(entries: np.ndarray) -> np.ndarray:
     """Return the quants of uint8 entries, -8..7, flat."""
-    halves = entries.reshape(-1, 8).view(np.int8)
-    return np.concatenate([halves << 4 >> 4, halves >> 4], axis=1).reshape(-1)
+    halves = entries.reshape(-1, 8).astype(np.int8)
+    return np.concatenate([halves & 15, halves >> 4 & 15], axis=1).reshape(-1) - 8
+
+
+def rounded_to_int8(numbers: np.ndarray) -> np.ndarray:
+    """Return [..., n] numbers as int8 with a scale per row of n holds them."""
+    scales = np.abs(numbers).max(axis=-1, keepdims=True) / 127
+    return np.rint(numbers / np.where(scales > 0, scales, 1)) * scales

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from four_bit_entries import hadamard_matrix, unpacked
+from four_bit_entries import hadamard_matrix, rounded_to_int8, unpacked
 from naive_attention import naive_attention, uniform_ragged_index
 
 from midfill.kernels.cpu import attention, attention_metadata
@@ -28,6 +28,8 @@ WIDTH = (QUERY_HEADS + 2 * KV_HEADS) * DIM
 
 ROUNDED_WEIGHTS = 8e-3
 """Allowed where weights are rounded to bfloat16: by 1/512 of each, values being below 5."""
+ROUNDED_GROUPS = 5e-2
+"""Allowed where weights are rounded to int8: by 1/254 of the largest of 32."""
 
 
 def as_floats(bfloats: np.ndarray) -> np.ndarray:
@@ -35,6 +37,8 @@ def as_floats(bfloats: np.ndarray) -> np.ndarray:
 
 
 def tolerance(pool: "Pool", otherwise: float) -> float:
+    if pool.is_four_bit:
+        return ROUNDED_GROUPS
     return ROUNDED_WEIGHTS if pool.is_bfloat16 else otherwise
 
 
@@ -70,11 +74,17 @@ class Pool:
     def is_bfloat16(self) -> bool:
         return bool(self.cache.keys.dtype == np.int16)
 
+    @property
+    def is_four_bit(self) -> bool:
+        return bool(self.cache.keys.dtype == np.uint8)
+
     def scaled(self, query: np.ndarray) -> np.ndarray:
         """Return a query times the score's factor, rounded as the kernels do."""
         scaled = query * np.float32(DIM**-0.5)
         if self.is_bfloat16:
             return torch.from_numpy(scaled).bfloat16().double().numpy()
+        if self.is_four_bit:
+            return rounded_to_int8(scaled @ hadamard_matrix(DIM)) @ hadamard_matrix(DIM)
         return query / np.sqrt(DIM)
 
     def _as_float(self, entries: np.ndarray, scales: np.ndarray) -> np.ndarray:

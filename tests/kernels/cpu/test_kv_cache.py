@@ -107,7 +107,7 @@ def packed(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for entry in values @ hadamard_matrix(DIM):
         largest = entry[np.abs(entry).argmax()]
         scale = largest / -8 or 1.0
-        quants = np.clip(np.rint(entry / scale), -8, 7).astype(int) & 15
+        quants = np.clip(np.rint(entry / scale), -8, 7).astype(int) + 8
         for chunk in quants.reshape(-1, 16):
             bytes_ += [low | high << 4 for low, high in zip(chunk[:8], chunk[8:], strict=True)]
         scales.append(scale)

@@ -157,7 +157,7 @@ def _attend_segment(
     )  # fmt: skip
     score_keys(scratch.queries, rows, keys, values, scratch.panel, scores)
     if is_quantized(kv.cache.keys):
-        multiply_scales(kv.cache.key_scales, head_at, keys, scratch.scales, tile.rows, scores)
+        multiply_scales(kv.cache.key_scales, head_at, keys, tile.rows, scores)
     if tile.keys.has_terms:
         change_scores(
             metadata.ragged, tile.keys, start, keys.length, scratch.scales, tile.rows, scores
@@ -169,7 +169,7 @@ def _attend_segment(
             tile.rows, scores,
         )  # fmt: skip
     if is_quantized(kv.cache.values):
-        multiply_scales(kv.cache.value_scales, head_at, keys, scratch.scales, tile.rows, scores)
+        multiply_scales(kv.cache.value_scales, head_at, keys, tile.rows, scores)
     weigh_values(scores, rows, values, ahead, scratch.panel, out.sums, first_row * dim)
 
 

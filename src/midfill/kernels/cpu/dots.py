@@ -37,7 +37,6 @@ from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I8,
     I32,
-    I32_VECTOR,
     I64,
     LANES,
     address,
@@ -53,8 +52,11 @@ from midfill.kernels.cpu.simd import (
 )
 from midfill.kernels.cpu.weight_formats import GROUP, LAYOUTS, PANEL, BlockLayout, WeightFormat
 
-_BYTES = ir.VectorType(I8, 4 * LANES)
 WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+def _as_bytes(builder: ir.IRBuilder, vector: Any) -> Any:
+    return builder.bitcast(vector, ir.VectorType(I8, 4 * vector.type.count))
 
 
 def _halved(builder: ir.IRBuilder, vector: Any) -> list[Any]:
@@ -90,11 +92,13 @@ def _call(
     return _joined(builder, [_call(builder, name, list(h), half, parts // 2) for h in halves])
 
 
-def _multiply_add_words(context: Any, builder: ir.IRBuilder, a: Any, b: Any) -> Any:
-    """Multiply 16-bit numbers and add neighbouring products to 32 bits."""
-    if has_feature(context, "avx512bw"):
-        return _call(builder, "llvm.x86.avx512.pmaddw.d.512", [a, b], I32_VECTOR)
-    return _call(builder, "llvm.x86.avx2.pmadd.wd", [a, b], I32_VECTOR, parts=2)
+def multiply_add_words(context: Any, builder: ir.IRBuilder, a: Any, b: Any) -> Any:
+    """Multiply 16 or 32 16-bit numbers and add neighbouring products to 32 bits."""
+    lanes = a.type.count // 2
+    sums = ir.VectorType(I32, lanes)
+    if lanes == LANES and has_feature(context, "avx512bw"):
+        return _call(builder, "llvm.x86.avx512.pmaddw.d.512", [a, b], sums)
+    return _call(builder, "llvm.x86.avx2.pmadd.wd", [a, b], sums, parts=lanes // 8)
 
 
 def add_products(context: Any, builder: ir.IRBuilder, sums: Any, weights: Any, x: Any) -> Any:
@@ -104,43 +108,51 @@ def add_products(context: Any, builder: ir.IRBuilder, sums: Any, weights: Any, x
     there.
 
     Args:
-        sums, weights, x: vectors of 16 int32.
+        sums, weights, x: vectors of 8 or 16 int32.
     """
-    operands = [sums, weights, x]
-    if has_feature(context, "avx512vnni"):
-        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", operands, I32_VECTOR)
-    if has_feature(context, "avxvnni"):
-        return _call(builder, "llvm.x86.avx512.vpdpbusd.256", operands, I32_VECTOR, parts=2)
+    operands, kind = [sums, weights, x], sums.type
+    if kind.count == LANES and has_feature(context, "avx512vnni"):
+        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", operands, kind)
+    if has_feature(context, "avxvnni") or has_feature(context, "avx512vnni"):
+        name = "llvm.x86.avx512.vpdpbusd.256"
+        return _call(builder, name, operands, kind, parts=kind.count // 8)
     if has_dot_products(context):
-        operands = [sums, *(builder.bitcast(each, _BYTES) for each in (weights, x))]
-        return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", operands, I32_VECTOR, parts=4)
+        operands = [sums, *(_as_bytes(builder, each) for each in (weights, x))]
+        name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+        return _call(builder, name, operands, kind, parts=kind.count // 4)
     if has_feature(context, "avx2"):  # weights of 8 bits: pairs of products don't fit 16 bits
-        eight = ir.Constant(WORDS, [8] * WORDS.count)
-        words, x_words = builder.bitcast(weights, WORDS), builder.bitcast(x, WORDS)
-        even = builder.and_(words, ir.Constant(WORDS, [255] * WORDS.count))
+        halves = ir.VectorType(ir.IntType(16), 2 * kind.count)
+        eight, low = (ir.Constant(halves, [value] * halves.count) for value in (8, 255))
+        words, x_words = builder.bitcast(weights, halves), builder.bitcast(x, halves)
+        even = builder.and_(words, low)
         x_even = builder.ashr(builder.shl(x_words, eight), eight)
-        sums = builder.add(sums, _multiply_add_words(context, builder, even, x_even))
+        sums = builder.add(sums, multiply_add_words(context, builder, even, x_even))
         odd, x_odd = builder.lshr(words, eight), builder.ashr(x_words, eight)
-        return builder.add(sums, _multiply_add_words(context, builder, odd, x_odd))
+        return builder.add(sums, multiply_add_words(context, builder, odd, x_odd))
     for byte in range(4):
-        weight = builder.and_(builder.lshr(weights, integers(8 * byte)), integers(255))
-        signed = builder.ashr(builder.shl(x, integers(24 - 8 * byte)), integers(24))
+        up, down, mask = (
+            ir.Constant(kind, [value] * kind.count) for value in (24 - 8 * byte, 8 * byte, 255)
+        )
+        weight = builder.and_(builder.lshr(weights, down), mask)
+        signed = builder.ashr(builder.shl(x, up), ir.Constant(kind, [24] * kind.count))
         sums = builder.add(sums, builder.mul(weight, signed))
     return sums
 
 
 def multiply_pairs(context: Any, builder: ir.IRBuilder, weights: Any, x: Any) -> Any:
-    """Return 32 int16: sums of two products of neighbouring bytes, on a chip with AVX2.
+    """Return 16 or 32 int16: sums of two products of neighbouring bytes, on a chip with AVX2.
 
     Args:
         context, builder: of the code.
-        weights: 16 int32 of bytes below 128.
-        x: 16 int32 of bytes -127 to 127.
+        weights: 8 or 16 int32 of bytes below 128.
+        x: as many int32 of bytes -127 to 127.
     """
-    operands = [builder.bitcast(each, _BYTES) for each in (weights, x)]
-    if has_feature(context, "avx512bw"):
-        return _call(builder, "llvm.x86.avx512.pmaddubs.w.512", operands, WORDS)
-    return _call(builder, "llvm.x86.avx2.pmadd.ub.sw", operands, WORDS, parts=2)
+    operands = [_as_bytes(builder, each) for each in (weights, x)]
+    lanes = weights.type.count
+    pairs = ir.VectorType(ir.IntType(16), 2 * lanes)
+    if lanes == LANES and has_feature(context, "avx512bw"):
+        return _call(builder, "llvm.x86.avx512.pmaddubs.w.512", operands, pairs)
+    return _call(builder, "llvm.x86.avx2.pmadd.ub.sw", operands, pairs, parts=lanes // 8)
 
 
 def pairs_in_int16(context: Any, bits: int) -> int:
@@ -284,7 +296,7 @@ class _QuantProducts:
         builder = self._builder
         ones = ir.Constant(WORDS, [1] * WORDS.count)
         for index, pairs in self._pairs.items():
-            widened = _multiply_add_words(self._context, builder, pairs, ones)
+            widened = multiply_add_words(self._context, builder, pairs, ones)
             builder.store(builder.add(builder.load(self._sums[index]), widened), self._sums[index])
         self._pairs.clear()
 

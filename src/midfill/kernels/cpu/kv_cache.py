@@ -8,9 +8,10 @@ slot order, so the KV of consecutive slots is one stream of memory: an array of 
     uint16    float16, rounded to nearest; what is too large is stored as +-65504
     int16     bfloat16, rounded to nearest; attention multiplies it as it is (pair_segments.py)
     int8      quants -127..127, times the entry's own scale, float32 [layers, kv_heads, slots]
-    uint8     quants -8..7, two per byte, times the entry's own scale; they stand for the entry's
-              Hadamard transform (hadamard.py). Byte i of 8 has lane i of 16 in its low half, lane
-              i + 8 in its high one
+    uint8     quants -8..7, stored as 0..15, two per byte, times the entry's own scale; they stand
+              for the entry's Hadamard transform (hadamard.py). Byte i of 8 has lane i of 16 in its
+              low half, lane i + 8 in its high one. Attention multiplies them as integers
+              (int4_segments.py)
 
 An entry is rounded once, when it is written. Every reader sees the rounded values, also those of
 the same step, so answers do not depend on how a prompt was cut into chunks.
@@ -43,6 +44,7 @@ from midfill.kernels.cpu.simd import (
     constant,
     f32x16,
     integer,
+    integers,
     llvm_call,
     load,
     load_unaligned,
@@ -62,6 +64,8 @@ _HIGH_LANES = ir.Constant(ir.VectorType(I32, LANES // 2), list(range(LANES // 2,
 _ALL_LANES = ir.Constant(I32_VECTOR, list(range(LANES)))
 _STEPS = np.float32(127.0)
 _PACKED_STEPS = np.float32(-8.0)
+PACKED_ZERO = 8
+"""What a packed quant of 0 is stored as."""
 
 
 KVArray = npt.NDArray[np.generic]
@@ -155,19 +159,24 @@ def allocate_kv(
     return values, small_page_zeros(scales, np.float32).view(np.float32)
 
 
-def _is_packed(array_type: Any) -> bool:
+def is_packed(array_type: Any) -> bool:
     """Return whether items of an array of this Numba type hold two numbers each."""
     return bool(array_type.dtype == types.uint8)
 
 
+def numbers_in_item(array_type: Any) -> int:
+    """Return how many numbers an item of an array of this Numba type holds."""
+    return 2 if is_packed(array_type) else 1
+
+
 def item_offset(builder: ir.IRBuilder, array_type: Any, offset: Any) -> Any:
     """Generate the number of the item that holds number ``offset``; a multiple of 16."""
-    return builder.ashr(offset, integer(1)) if _is_packed(array_type) else offset
+    return builder.ashr(offset, integer(1)) if is_packed(array_type) else offset
 
 
 def entry_size(array_type: Any, head_dim: int) -> int:
     """Return the bytes of an entry in an array of this Numba type, without its scale."""
-    bits: int = array_type.dtype.bitwidth // (2 if _is_packed(array_type) else 1)
+    bits: int = array_type.dtype.bitwidth // numbers_in_item(array_type)
     return head_dim * bits // 8
 
 
@@ -179,7 +188,7 @@ def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, poin
         return load_halves(context, builder, pointer)
     if array_type.dtype == types.int16:
         return load_bfloat16s(builder, pointer)
-    if _is_packed(array_type):
+    if is_packed(array_type):
         return _load_packed(builder, pointer)
     quants = builder.sext(load_unaligned(builder, pointer, I8_VECTOR), I32_VECTOR)
     return builder.sitofp(quants, F32_VECTOR)
@@ -188,11 +197,11 @@ def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, poin
 def _load_packed(builder: ir.IRBuilder, pointer: Any) -> Any:
     """Generate a load of 16 numbers that are packed two to a byte."""
     wide = ir.VectorType(I32, LANES // 2)
-    packed = builder.sext(load_unaligned(builder, pointer, _PACKED_VECTOR), wide)
-    rest = ir.Constant(wide, [28] * (LANES // 2))
-    low = builder.ashr(builder.shl(packed, rest), rest)
-    high = builder.ashr(packed, ir.Constant(wide, [4] * (LANES // 2)))
-    return builder.sitofp(builder.shuffle_vector(low, high, _ALL_LANES), F32_VECTOR)
+    packed = builder.zext(load_unaligned(builder, pointer, _PACKED_VECTOR), wide)
+    low = builder.and_(packed, ir.Constant(wide, [15] * (LANES // 2)))
+    high = builder.lshr(packed, ir.Constant(wide, [4] * (LANES // 2)))
+    quants = builder.shuffle_vector(low, high, _ALL_LANES)
+    return builder.sitofp(builder.sub(quants, integers(PACKED_ZERO)), F32_VECTOR)
 
 
 def _store_packed(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
@@ -200,9 +209,8 @@ def _store_packed(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
     whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
     whole = llvm_call(builder, "llvm.minnum.v16f32", [whole, constant(7.0)], F32_VECTOR)
     whole = llvm_call(builder, "llvm.maxnum.v16f32", [whole, constant(-8.0)], F32_VECTOR)
-    quants = builder.fptosi(whole, I32_VECTOR)
+    quants = builder.add(builder.fptosi(whole, I32_VECTOR), integers(PACKED_ZERO))
     low = builder.shuffle_vector(quants, quants, _LOW_LANES)
-    low = builder.and_(low, ir.Constant(low.type, [15] * (LANES // 2)))
     high = builder.shuffle_vector(quants, quants, _HIGH_LANES)
     high = builder.shl(high, ir.Constant(high.type, [4] * (LANES // 2)))
     store_unaligned(builder, builder.trunc(builder.or_(low, high), _PACKED_VECTOR), pointer)
@@ -211,12 +219,12 @@ def _store_packed(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
 @generated(types.boolean, OWN)
 def is_quantized(context: Any, builder: Any, kinds: Any, entries: Any) -> Any:
     """Return whether entries are quants with a scale; known when the kernel is compiled."""
-    return context.get_constant(types.boolean, _is_packed(kinds[0]) or kinds[0].dtype == types.int8)
+    return context.get_constant(types.boolean, is_packed(kinds[0]) or kinds[0].dtype == types.int8)
 
 
 @generated(types.intp, OWN)
 def _numbers_per_item(context: Any, builder: Any, kinds: Any, entries: Any) -> Any:
-    return context.get_constant(types.intp, 2 if _is_packed(kinds[0]) else 1)
+    return context.get_constant(types.intp, numbers_in_item(kinds[0]))
 
 
 @inlined_kernel
@@ -241,7 +249,7 @@ def transform_for(entries: Any, *_: Any) -> Any:
 
     Arguments: (entries, x float32, at, head_dim).
     """
-    return _transform if _is_packed(entries) else _transform_nothing
+    return _transform if is_packed(entries) else _transform_nothing
 
 
 @generated(f32x16, OWN, INDEX)
@@ -264,7 +272,7 @@ def store_entry(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None
         store_halves(context, builder, value, pointer)
     elif kind.dtype == types.int16:
         store_bfloat16s(builder, value, pointer)
-    elif _is_packed(kind):
+    elif is_packed(kind):
         _store_packed(builder, value, pointer)
     else:
         whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
@@ -315,7 +323,7 @@ def find_range(entries: Any, *_: Any) -> Any:
     Of -8..7 that is -8, for the number with the largest magnitude, so the scale may be negative.
     Arguments: (entries, x, at, head_dim).
     """
-    return _signed_range if _is_packed(entries) else _symmetric_range
+    return _signed_range if is_packed(entries) else _symmetric_range
 
 
 @kernel

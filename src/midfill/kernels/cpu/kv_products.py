@@ -51,7 +51,7 @@ def _lanes(lanes: Iterable[int]) -> ir.Constant:
     return ir.Constant(ir.VectorType(I32, len(chosen)), chosen)
 
 
-def _fold(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> Any:
+def fold(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> Any:
     """Add lanes i and i + width of both vectors of 8, in runs of 2 * width lanes.
 
     A run of the result is ``width`` sums of a's run and then as many of b's; where a run is all
@@ -63,7 +63,8 @@ def _fold(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> Any:
         for start in (run, 8 + run):
             first += range(start, start + width)
             second += range(start + width, start + 2 * width)
-    return builder.fadd(
+    add = builder.fadd if a.type.element == F32 else builder.add
+    return add(
         builder.shuffle_vector(a, b, _lanes(first)), builder.shuffle_vector(a, b, _lanes(second))
     )
 
@@ -74,12 +75,15 @@ def _fold_keys(builder: ir.IRBuilder, sums: Sequence[Any]) -> Any:
     Lanes i and i + 8 are added, then i and i + 4.
     """
     first, second = (builder.fadd(*_halves(builder, vector, LANES)) for vector in sums)
-    return _fold(builder, first, second, 4)
+    return fold(builder, first, second, 4)
 
 
-def _fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
-    """Return the scores of 16 keys, in order, from four results of ``_four_keys``."""
-    low, high = (_fold(builder, fours[i], fours[i + 1], 1) for i in (0, 2))
+def fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
+    """Return the sums of 16 keys, in order, from two sums each of four keys in four vectors of 8.
+
+    Those of a vector are of keys 0, 2, 1, 3, as ``fold`` leaves them.
+    """
+    low, high = (fold(builder, fours[i], fours[i + 1], 1) for i in (0, 2))
     keys = (0, 4, 2, 6, 1, 5, 3, 7)  # of ``low``, as they come out; 8 more in ``high``
     order = [8 * (key // 8) + keys.index(key % 8) for key in range(LANES)]
     return builder.shuffle_vector(low, high, _lanes(order))
@@ -113,7 +117,7 @@ def _four_keys(
         for r, pairs in enumerate(folded):
             row = sums.row(r)
             pairs += [_fold_keys(builder, row[i : i + 2]) for i in range(0, together, 2)]
-    return [_fold(builder, low, high, 2) for low, high in folded]
+    return [fold(builder, low, high, 2) for low, high in folded]
 
 
 def _score_keys(rows: int) -> Any:
@@ -152,7 +156,7 @@ def _score_keys(rows: int) -> Any:
         start = address(context, builder, kinds[6], scores, at)
         for r, target in enumerate(row_pointers(builder, start, stride, rows)):
             four = [builder.load(builder.gep(folded, [integer(4 * r + i)])) for i in range(4)]
-            store_unaligned(builder, _fold_sixteen(builder, four), target)
+            store_unaligned(builder, fold_sixteen(builder, four), target)
 
     return operation
 

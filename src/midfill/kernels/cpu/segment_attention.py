@@ -1,8 +1,9 @@
 """What attention does with one segment of keys, by the format of the KV cache.
 
 Where it is bfloat16, queries and weights are rounded too, and products are of pairs
-(pair_segments.py). In the other formats queries and weights are float32 (segments.py). What both
-have in common is that scores are float32 [rows, 256], and that sums are.
+(pair_segments.py); where it has 4 bits, they are rounded to int8 (int4_segments.py). In the other
+formats queries and weights are float32 (segments.py). What all have in common is that scores are
+float32 [rows, 256], and that sums are.
 """
 
 from typing import Any
@@ -10,8 +11,13 @@ from typing import Any
 from numba import types
 
 from midfill.kernels.cpu.bfloat16 import load_pairs, store_pairs
+from midfill.kernels.cpu.int4_segments import (
+    quantize_queries,
+    score_int4_segment,
+    weigh_int4_segment,
+)
 from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type
-from midfill.kernels.cpu.kv_cache import KVArray, transform_for
+from midfill.kernels.cpu.kv_cache import KVArray, is_packed
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.pair_segments import (
@@ -33,9 +39,8 @@ def _is_paired(entries: Any) -> bool:
 
 
 @inlined_kernel
-def _transform_queries(entries: KVArray, queries: Float32Array, rows: int, head_dim: int) -> None:
-    for row in range(rows):
-        transform_for(entries, queries, row * head_dim, head_dim)
+def _keep_queries(entries: KVArray, queries: Float32Array, rows: int, head_dim: int) -> None:
+    """Leave queries as they are."""
 
 
 @inlined_kernel
@@ -94,12 +99,16 @@ def prepare_queries(entries: Any, *_: Any) -> Any:
 
     Arguments: (entries, queries float32 [rows * head_dim], rows, head_dim).
     """
-    return _round_queries if _is_paired(entries) else _transform_queries
+    if is_packed(entries):
+        return quantize_queries
+    return _round_queries if _is_paired(entries) else _keep_queries
 
 
 @kernel_by_type
 def score_keys(queries: Any, rows: Any, keys: Any, *_: Any) -> Any:
-    """Compute scores[rows, 256]; arguments as of ``score_segment`` and ``score_pairs``."""
+    """Compute scores[rows, 256]; arguments as of ``score_segment``, whatever the format."""
+    if is_packed(keys.types[0]):
+        return score_int4_segment
     return score_pairs if _is_paired(keys.types[0]) else score_segment
 
 
@@ -141,4 +150,6 @@ def apply_value_factors(
 @kernel_by_type
 def weigh_values(weights: Any, rows: Any, values: Any, *_: Any) -> Any:
     """Compute sums[rows, head_dim]; arguments as of ``weigh_pairs``."""
+    if is_packed(values.types[0]):
+        return weigh_int4_segment
     return weigh_pairs if _is_paired(values.types[0]) else _weigh_rows

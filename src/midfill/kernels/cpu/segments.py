@@ -8,7 +8,7 @@ whole segment, so that its sums stay in registers.
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.key_panels import score_panel, transpose_keys
 from midfill.kernels.cpu.kv_products import score_keys, weigh_values_narrow, weigh_values_wide
-from midfill.kernels.cpu.kv_spans import KVSpan
+from midfill.kernels.cpu.kv_spans import KVSpan, load_scales
 from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, blind_rows, empty, keys_seen
 from midfill.kernels.cpu.simd import LANES, load, multiply, store
@@ -80,24 +80,19 @@ def score_segment(
 
 @kernel
 def multiply_scales(
-    scales: Float32Array, head_at: int, span: KVSpan, gathered: Float32Array, rows: int,
-    scores: Float32Array,
-) -> None:  # fmt: skip
+    scales: Float32Array, head_at: int, span: KVSpan, rows: int, scores: Float32Array
+) -> None:
     """Multiply scores[rows, 256] by the scales of a span's entries, column by column.
 
     Args:
         scales: key_scales or value_scales of the cache.
         head_at: number of the head's entry of slot 0.
         span: the entries.
-        gathered: float32 [16], scratch.
         rows: of ``scores``.
         scores: float32 [rows * 256].
     """
     for part in range(0, span.length, LANES):
-        for j in range(LANES):
-            entry = span.slots[span.first + min(part + j, span.length - 1)]
-            gathered[j] = scales[head_at + entry]
-        factor = load(gathered, 0)
+        factor = load_scales(scales, head_at, span, part)
         for row in range(rows):
             at = row * SEGMENT + part
             store(scores, at, multiply(load(scores, at), factor))

@@ -146,6 +146,24 @@ def broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:
     return builder.shuffle_vector(first, undefined, integers(0))
 
 
+def for_known(
+    builder: ir.IRBuilder, value: Any, known: Sequence[int], generate: Callable[[Any], None]
+) -> None:
+    """Generate code for each of the known values of an int64, as a constant, and for any other.
+
+    Loops whose lengths are constants are unrolled, and their sums stay in registers.
+    """
+    if not known:
+        generate(value)
+        return
+    is_first = builder.icmp_signed("==", value, integer(known[0]))
+    with builder.if_else(is_first) as (then, otherwise):
+        with then:
+            generate(integer(known[0]))
+        with otherwise:
+            for_known(builder, value, known[1:], generate)
+
+
 def llvm_call(builder: ir.IRBuilder, name: str, arguments: Sequence[Any], result: Any) -> Any:
     """Call an LLVM intrinsic by its full name."""
     function_type = ir.FunctionType(result, [argument.type for argument in arguments])
@@ -214,7 +232,7 @@ _EXP_COEFFICIENTS = (
 
 def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Combine lanes i and i + 8, then i and i + 4, ...: a fixed order on every chip."""
-    undefined = ir.Constant(F32_VECTOR, ir.Undefined)
+    undefined = ir.Constant(value.type, ir.Undefined)
     width = LANES // 2
     while width:
         lanes = [(lane + width) % LANES for lane in range(LANES)]

@@ -84,7 +84,7 @@ def _attend_segment(
         )
     values = KVSpan(kv.cache.values, keys.base, keys.slots, keys.first, count)
     if is_quantized(kv.cache.values):
-        multiply_scales(kv.cache.value_scales, scale_at, values, gathered, rows, scores)
+        multiply_scales(kv.cache.value_scales, scale_at, values, rows, scores)
     weigh_values(scores, shape, values, ahead, memory.panel, out.sums, top)
 
 

@@ -264,7 +264,7 @@ def score_span(
     values = KVSpan(kv.cache.values, keys.base, keys.slots, keys.first, keys.length)
     score_keys(memory.queries, rows, keys, values, memory.panel, scores)
     if is_quantized(kv.cache.keys):
-        multiply_scales(kv.cache.key_scales, scale_at, keys, memory.gathered, rows.total, scores)
+        multiply_scales(kv.cache.key_scales, scale_at, keys, rows.total, scores)
 
 
 @kernel

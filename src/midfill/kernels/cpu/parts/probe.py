@@ -187,7 +187,7 @@ def mean_keys(
         span = KVSpan(kv.cache.keys, base, memory.cells, 0, count)
         if is_quantized(kv.cache.keys):
             scales = kv.cache.key_scales
-            multiply_scales(scales, base, span, memory.gathered, rows, memory.scores)
+            multiply_scales(scales, base, span, rows, memory.scores)
         nothing = KVSpan(kv.cache.keys, base, memory.cells, 0, count * 0)
         shape = SegmentRows(rows, 1, SEGMENT, 0, dim, memory.ends[:0], 0, 0)
         weigh_segment(memory.scores, shape, span, nothing, means, unit * rows * dim)
