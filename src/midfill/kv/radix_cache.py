@@ -381,16 +381,19 @@ class RadixCache:
         """Return the nodes on the path of ``tokens`` and how much of the last one matches."""
         path: list[RadixNode] = []
         node = self._roots.get(root)
+        if node is None or not len(tokens):
+            return path, 0
+        data = tokens.tobytes()
         done, common = 0, 0
-        while node is not None and done < len(tokens):
+        while done < len(tokens):
             node = node.children.get(int(tokens[done]))
             if node is None:
                 break
-            span = min(len(node.tokens), len(tokens) - done)
-            differs = node.tokens[:span] != tokens[done : done + span]
-            first = int(differs.argmax())
-            common = first if differs[first] else span
             path.append(node)
+            common = len(node.tokens)
+            # Most nodes on a path match whole, which bytes tell several times faster than NumPy.
+            if not data.startswith(node.tokens.tobytes(), done * tokens.itemsize):
+                common = _common_prefix(node.tokens, tokens[done:])
             done += common
             if common < len(node.tokens):
                 break
@@ -450,6 +453,14 @@ class RadixCache:
 
 def _tenant_of(root: CacheRoot) -> str:
     return root if isinstance(root, str) else root.tenant
+
+
+def _common_prefix(a: Int32Array, b: Int32Array) -> int:
+    """Return how many leading tokens two arrays have in common."""
+    span = min(len(a), len(b))
+    differs = a[:span] != b[:span]
+    first = int(differs.argmax()) if span else 0
+    return first if span and differs[first] else span
 
 
 def _head(array: Int32Array, length: int) -> Int32Array:
