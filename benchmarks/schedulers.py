@@ -1,6 +1,6 @@
 """Schedulers beside each other, on loads that each of them was made for.
 
-Loads are those of ``midfill bench serving``, at a share of what the default scheduler can answer,
+Loads are those of ``midfill bench serving``, at a share of what the baseline can answer,
 and figures are means over seeds. Without ``--real`` the engine is simulated: steps only take their
 time, by costs that are measured or read from a file. With it, a server is started for each row.
 """
@@ -40,7 +40,8 @@ from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
 from midfill_lab.cli.outputs import DocsOption, writable
 from midfill_lab.reporting import ResultTable
 
-_DEFAULT = "sarathi-serve"
+_BASELINE = "sarathi-serve"
+"""First come, first served."""
 _PLANNED = 200  # sequences
 
 
@@ -51,7 +52,7 @@ class Row:
     Attributes:
         scheduler: its specification.
         layout: of simulated steps; a server has only "ragged".
-        utilisation: requests per second, as a multiple of what the default can answer; None takes
+        utilisation: requests per second, as a multiple of what the baseline can answer; None takes
             the comparison's.
     """
 
@@ -74,11 +75,11 @@ class Comparison:
     Attributes:
         title: of the table.
         load: what is sent; its rate is set by ``utilisation``.
-        utilisation: requests per second, as a multiple of what the default can answer.
+        utilisation: requests per second, as a multiple of what the baseline can answer.
         rows: the schedulers.
         columns: names of ``_COLUMNS``.
         pool: tokens that the KV pool holds; None leaves the default.
-        deadline: after which clients give up, as the time in which the default answers so many
+        deadline: after which clients give up, as the time in which the baseline answers so many
             requests; None waits for ever.
     """
 
@@ -96,7 +97,7 @@ def _rows(*schedulers: str) -> tuple[Row, ...]:
 
 
 _BATCHING = (
-    _DEFAULT,
+    _BASELINE,
     "sarathi-serve:short_share=0",
     "shortest-first",
     "sarathi-serve:gap=0.05",
@@ -136,7 +137,7 @@ COMPARISONS = {
             Row("prefill-first+shortest-first:ageing=0", "padded"),
             Row("prefill-first", "packed"),
             Row("prefill-first"),
-            Row(_DEFAULT),
+            Row(_BASELINE),
         ),
         ("ttft mean", "ttft p95", "seconds", "tokens/s"),
     ),
@@ -146,7 +147,7 @@ COMPARISONS = {
         1.0,
         tuple(
             Row(scheduler, utilisation=utilisation)
-            for scheduler in (_DEFAULT, "edf")
+            for scheduler in (_BASELINE, "edf")
             for utilisation in _OVERLOAD
         ),
         ("in time/s", "in time", "failures"),
@@ -158,7 +159,7 @@ COMPARISONS = {
             workload="agents", requests=180, turns=6, output_tokens=32, characters=3000, pause=1.0
         ),
         2.0,
-        _rows(_DEFAULT, "continuum", "continuum:threshold=2", "longest-prefix", "shortest-first"),
+        _rows(_BASELINE, "continuum", "continuum:threshold=2", "longest-prefix", "shortest-first"),
         ("program mean", "program p95", "ttft mean", "cached"),
         pool=9000,
     ),
@@ -167,14 +168,14 @@ COMPARISONS = {
         WorkloadOptions(workload="editing", requests=240, users=16, output_tokens=24),
         0.8,
         _rows(
-            _DEFAULT, "sarathi-serve:short_share=0", "sarathi-serve:gap=0.05", "shortest-first",
+            _BASELINE, "sarathi-serve:short_share=0", "sarathi-serve:gap=0.05", "shortest-first",
             "longest-prefix", "hit-rate", "nexus", "layered-prefill", "prefill-first",
             "request-level",
         )
         + tuple(
             Row(scheduler, utilisation=utilisation)
             for utilisation in (0.2, 0.4, 0.6)
-            for scheduler in (_DEFAULT, "shortest-first")
+            for scheduler in (_BASELINE, "shortest-first")
         ),
         ("ttft p50", "ttft p95", "itl p99", "e2el mean", "good"),
     ),
@@ -298,10 +299,10 @@ def measure_rows(
 
 
 def _capacity(model: str, costs: Path, comparison: Comparison, load: WorkloadOptions) -> float:
-    """Return how many requests per second the default answers, if all are there at once."""
+    """Return how many requests per second the baseline answers, if all are there at once."""
     at_once = msgspec.structs.replace(load, pause=0.0)
     without = replace(comparison, deadline=None)
-    row = Row(_DEFAULT, utilisation=math.inf)
+    row = Row(_BASELINE, utilisation=math.inf)
     plan = _plan(model, costs, without, row, at_once, 1.0, is_real=False)
     return measure_serving(plan).runs[0].metrics.request_throughput
 
@@ -322,7 +323,7 @@ def _plan(
         comparison: that the row is of.
         row: the row.
         load: with its seed.
-        capacity: requests per second that the default can answer.
+        capacity: requests per second that the baseline can answer.
     """
     multiple = comparison.utilisation if row.utilisation is None else row.utilisation
     deadline = None if comparison.deadline is None else comparison.deadline / capacity

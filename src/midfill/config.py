@@ -18,7 +18,7 @@ KVCacheDtypeName = Literal["auto", "f32", "f16", "bf16", "i8", "i4"]
 
 What "auto" means for a model, ``runners.cpu.runner.choose_kv_cache_dtype`` says.
 """
-DEFAULT_SCHEDULER = "sarathi-serve"
+DEFAULT_SCHEDULER = "sarathi-serve+shortest-first"
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -252,7 +252,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             kind="scheduler",
             metavar="NAME[:OPTION=VALUE,...]",
             help="What a step runs and who is admitted next: sarathi-serve, layered-prefill, or an"
-            " order such as shortest-first, priority or edf; see docs/scheduling.md. Answers are"
+            " order such as fcfs, priority or edf; see docs/scheduling.md. Answers are"
             " the same.",
         ),
     ] = DEFAULT_SCHEDULER

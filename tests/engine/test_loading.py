@@ -19,7 +19,9 @@ from midfill.engine.request import EngineSamplingParams, RequestHints
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
 from midfill.engine.scheduling.policies.online_first import OnlineFirst
+from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.engine.scheduling.policies.shortest_first import ShortestPromptFirst
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
@@ -29,7 +31,8 @@ from serving import request, serve
 def test_the_options_reach_the_policies() -> None:
     chunked = SarathiServe(token_budget=7, max_running=3, short_share=0.5)
     options = ModelOptions(token_budget=7, max_running=3)
-    policies = BackgroundPrefill(LayeredPrefill(chunked, 30, False))
+    ordered = OrderedAdmission(LayeredPrefill(chunked, 30, False), ShortestPromptFirst())
+    policies = BackgroundPrefill(ordered)
     assert scheduler_policy(options, 30) == OnlineFirst(policies, options.offline_token_budget)
     layered = ModelOptions(
         token_budget=7, max_running=3, scheduler="layered-prefill", offline_token_budget=5
@@ -74,8 +77,8 @@ def test_loading_counts_from_the_given_start(tiny_folder: Path) -> None:
     assert info.load_seconds >= 1000.0
 
 
-def test_an_order_sees_more_of_the_queue_than_the_default() -> None:
-    assert lookahead(ModelOptions()) == 0
+def test_an_order_sees_more_of_the_queue_than_first_come_first_served() -> None:
+    assert lookahead(ModelOptions(scheduler="sarathi-serve")) == 0
     assert lookahead(ModelOptions(scheduler="layered-prefill+edf")) > 128
 
 

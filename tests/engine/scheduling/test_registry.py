@@ -18,7 +18,9 @@ from serving import check_idle, request, serve
 
 
 def test_the_default_is_sarathi_serve_with_the_queue_as_it_is() -> None:
-    assert resolve_scheduler(DEFAULT_SCHEDULER) == ChosenPolicies(SarathiServe)
+    assert resolve_scheduler(DEFAULT_SCHEDULER) == ChosenPolicies(
+        SarathiServe, order=ShortestPromptFirst()
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)

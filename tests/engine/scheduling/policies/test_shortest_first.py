@@ -3,11 +3,13 @@
 import math
 
 import pytest
+from schedule_states import CacheFacts
 from step_simulation import Job, Simulation, mean_ttft
 
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.shortest_first import ShortestPromptFirst
+from midfill.engine.scheduling.scheduler import Hints, ScheduleState, WaitingSequence
 
 CHUNKED = SarathiServe(token_budget=64, max_running=2)
 
@@ -37,6 +39,22 @@ def test_cached_tokens_do_not_count() -> None:
     jobs = [Job(0.0, 500, 40), Job(0.0, 500, 40), Job(0.0, 300), Job(0.0, 400, cached=390)]
     done = Simulation(ordered(15.0), max_running=2).run(jobs)
     assert done[3].ttft < done[2].ttft
+
+
+def test_rows_of_a_batch_keep_the_order_of_their_file() -> None:
+    rows = [(1, 500, True), (2, 20, True), (3, 90, False), (4, 30, False)]
+    queue = tuple(
+        WaitingSequence(number, length, arrived=float(number), hints=Hints(offline=offline))
+        for number, length, offline in rows
+    )
+
+    def first_of(*numbers: int) -> list[int]:
+        waiting = tuple(each for each in queue if each.sequence_id in numbers)
+        state = ScheduleState((), waiting, 1000, CacheFacts(), now=5.0)
+        return [each.sequence_id for each in ShortestPromptFirst().sort_queue(state)]
+
+    assert first_of(1, 2) == [1, 2]
+    assert first_of(3, 4) == [4, 3]
 
 
 def test_a_negative_ageing_is_refused() -> None:

@@ -28,10 +28,13 @@ class QueueOrder(ABC):
         max_wait: seconds. A sequence that arrived longer ago comes before all others, in order of
             arrival, whatever its rank: so none waits for ever.
         resumes_first: whether preempted sequences come before new ones whatever their rank.
+        ranks_offline: whether offline sequences are ranked, too. If not, they come in order of
+            arrival: their file's order, which groups prompts that begin alike.
     """
 
     max_wait: float = 60.0
     resumes_first: ClassVar[bool] = True
+    ranks_offline: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.max_wait > 0:
@@ -64,6 +67,8 @@ class QueueOrder(ABC):
                 return (0, *by_arrival)
             if sequence.resumed and self.resumes_first:
                 return (1, *by_arrival)
+            if sequence.hints.offline and not self.ranks_offline:
+                return (2, *by_arrival)
             return (2, *self.rank(state, sequence), *by_arrival)
 
         ranked = sorted(queue, key=key)

@@ -6,6 +6,7 @@ Serving", 2025, arXiv 2507.06608, its scheduler of prefills: score = remaining p
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from midfill.engine.scheduling.policies.ordered_admission import QueueOrder, Rank
 from midfill.engine.scheduling.scheduler import ScheduleState, WaitingSequence
@@ -15,7 +16,8 @@ from midfill.engine.scheduling.scheduler import ScheduleState, WaitingSequence
 class ShortestPromptFirst(QueueOrder):
     """Ranks by the tokens that are left to compute; cached ones don't count.
 
-    Mean time to first token falls since many short prompts don't wait for one that is long. With
+    Mean time to first token falls since many short prompts don't wait for one that is long: most
+    keystrokes find nearly all of their prompt cached, so they don't wait for those that don't. With
     ageing, a prompt of n more tokens than others is overtaken for at most n / ageing seconds.
 
     Attributes:
@@ -25,6 +27,7 @@ class ShortestPromptFirst(QueueOrder):
     """
 
     ageing: float = 15.0
+    ranks_offline: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
