@@ -20,6 +20,7 @@ COMMANDS = {
     "held-out": "evaluation.commands",
     "keystrokes": "keystrokes",
     "kills": "reliability.kills",
+    "kv-cache-dtypes": "kv_cache_dtypes",
     "kv-moves": "kv_moves",
     "layouts": "layouts.measure",
     "overload": "reliability.overload",
