@@ -269,6 +269,7 @@ def main() -> None:
         "embeddings": digest(embeddings()),
         "attention": digest(attended(KVCacheDtype.F16)),
         "attention in bfloat16": digest(attended(KVCacheDtype.BF16)),
+        "attention in four bits": digest(attended(KVCacheDtype.I4)),
     }
     for weight_format in WeightFormat:
         results[f"products {weight_format.name}"] = digest(products(weight_format))
