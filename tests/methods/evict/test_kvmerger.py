@@ -319,6 +319,7 @@ def test_prompts_of_any_length_and_budgets_of_any_size(tokens: int, budget: int)
         ({"heavy": -0.1}, "recent and twice heavy"),
         ({"first_layers": -1}, "first_layers"),
         ({"last_layers": -1}, "last_layers"),
+        ({"window": -1}, "window"),
         ({"sigma": -1}, "sigma"),
         ({"mass": "all"}, "mass must be one of logbias, value, none"),
     ],
@@ -369,6 +370,27 @@ def test_the_engine_counts_entries_as_the_mass_says(runner: CpuRunner) -> None:
     assert len(second) == len(MASSES)
 
 
+def test_a_window_observes_the_last_rows_alone(runner: CpuRunner) -> None:
+    keys, store = fake_keys(TOKENS)
+    queries = fake_queries(8)
+    method = KVMerger(budget=24, epsilon=-1, recent=0, heavy=0.1, window=8, **EVERY_LAYER)
+    selection = select(method, keys, queries)
+    assert selection is not None
+    received = naive_attention(store, queries, TOKENS).sum(axis=2)
+    for layer, head in np.ndindex(LAYERS, KV_HEADS):
+        attention = received[layer, head * GROUP : (head + 1) * GROUP].sum(axis=0)
+        assert naive_protected(attention, 0, 2) <= set(kept_of(selection, layer, head))
+    text, caches = prompt(200), []
+    one = build_engine(runner, method=KVMerger(window=16), token_budget=50)
+    for tokens in (180, 200):
+        asked = [request("r", text[:tokens], PARAMS)]
+        other = build_engine(runner, method=KVMerger(window=16))
+        found, alone = serve(one, asked)["r", 0], serve(other, asked)["r", 0]
+        assert same(found, alone)
+        caches.append(found.cached_tokens)
+    assert caches == [0, 180]
+
+
 @pytest.mark.parametrize("budget", [0.5, 0.35])
 def test_slots_are_held_for_the_entries_and_no_more(runner: CpuRunner, budget: float) -> None:
     held: list[int] = []
@@ -392,11 +414,11 @@ def test_slots_are_held_for_the_entries_and_no_more(runner: CpuRunner, budget: f
 
 def test_the_next_keystroke_finds_its_beginning_and_gets_the_same_bits(runner: CpuRunner) -> None:
     text = prompt(300)
-    method = KVMerger(budget=48, **EVERY_LAYER)
+    method = KVMerger(budget=48, window=0, **EVERY_LAYER)
     one = build_engine(runner, method=method, token_budget=50)
     for tokens, tenant, cached in ((180, "a", 0), (200, "a", 128), (150, "a", 128), (150, "b", 0)):
         asked = [request("r", text[:tokens], PARAMS, tenant)]
-        other = build_engine(runner, method=KVMerger(budget=48, **EVERY_LAYER))
+        other = build_engine(runner, method=KVMerger(budget=48, window=0, **EVERY_LAYER))
         found, alone = serve(one, asked)["r", 0], serve(other, asked)["r", 0]
         assert found.cached_tokens == cached
         assert same(found, alone)

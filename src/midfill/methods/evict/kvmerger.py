@@ -16,6 +16,8 @@ Differences:
   a fixed 5 best for Llama 2. By default each set has the root mean square of its own distances.
 - Epsilon is by default the one at which the budget is met, for all layers together, exactly: the
   limit of a binary search, found by order statistics. The paper has 0.75.
+- A token's attention is by default that of the prompt's last rows, which costs little; the paper
+  adds up that of all. On the default model needles are then found that are lost otherwise.
 - Query heads that share a KV head add up their attention.
 - The prompt is merged once; the answer's own tokens stay as they are.
 """
@@ -63,6 +65,7 @@ class KVMerger(MethodDefaults):
         first_layers, last_layers: how many layers stay whole at the model's beginning and end,
             where attention is nearly uniform, unless that leaves the others less than half of the
             budget; the paper's 2 and 1.
+        window: the prompt's last rows, whose attention counts; 0 is all rows, as in the paper.
         sigma: width of the Gaussians; 0 is, in each set, the root mean square of the distances from
             its pivot. The paper's ablation prefers 5, for Llama 2's keys.
         mass: how an entry counts for n tokens: "logbias" adds log n to its score, "value"
@@ -75,6 +78,7 @@ class KVMerger(MethodDefaults):
     heavy: float = 0.24
     first_layers: int = 2
     last_layers: int = 1
+    window: int = 32
     sigma: float = 0.0
     mass: str = "logbias"
 
@@ -89,20 +93,20 @@ class KVMerger(MethodDefaults):
             "recent and twice heavy must be shares that add up to at most 1, not"
             f" {self.recent:g} and 2 * {self.heavy:g}: between two protected tokens may lie a run",
         )
-        for name in ("first_layers", "last_layers"):
+        for name in ("first_layers", "last_layers", "window"):
             require(getattr(self, name) >= 0, f"{name} must be at least 0")
         require(0 <= self.sigma < math.inf, f"sigma must be 0 or more, not {self.sigma:g}")
         require(self.mass in MASSES, f"mass must be one of {', '.join(MASSES)}, not {self.mass!r}")
 
     @property
     def observed_rows(self) -> int:
-        """All of them."""
-        return sys.maxsize
+        """The window's, or all of them."""
+        return self.window or sys.maxsize
 
     @property
     def block_rows(self) -> int:
-        """Attention of 64 rows is added up at a time."""
-        return BLOCK
+        """Attention of 64 rows is added up at a time, if it is of all of them."""
+        return 0 if self.window else BLOCK
 
     @cached_property
     def memory(self) -> ObservationMemory:
@@ -124,6 +128,8 @@ class KVMerger(MethodDefaults):
 
     def recall(self, tokens: Int32Array, tenant: str) -> tuple[int, "TokenMerger"]:
         """See ``RecallingMethod.recall``."""
+        if self.window:
+            return 0, TokenMerger(self, AccumulatedAttention(self.memory))
         known, attention = AccumulatedAttention.recall(self.memory, tokens, tenant)
         return known, TokenMerger(self, attention)
 

@@ -189,7 +189,7 @@ def test_the_least_similar_neighbours_merge_first_or_the_same_sets_by_their_mean
 
 def test_a_method_that_keeps_to_no_budget_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"kvmerger: .* epsilon is left out"):
-        make_null("kvmerger:epsilon=0.75", "plain score", served(CONFIG))
+        make_null("kvmerger:epsilon=0.75", "accumulated score", served(CONFIG))
 
 
 def test_a_method_that_trims_meanwhile_is_refused() -> None:

@@ -6,8 +6,8 @@ with the method's own window and kernel; or it leaves out the one thing that the
 as unequal layers, or chooses heads at random. Only what differs between a method and a null can
 explain why one of them finds more.
 
-KVMerger's nulls evict instead of merging, or merge otherwise: windows of the same length wherever
-they lie, the least similar neighbours, or the same sets by their plain mean.
+KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
+one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
 
 Every null keeps exactly as many cells as its method, but for "no mean key", which keeps a cell
 less per streaming head. Random choices follow from the prompt alone.
@@ -69,7 +69,7 @@ class _Prepared:
     @property
     def window(self) -> int:
         """The last rows that the method observes and keeps, or SnapKV's where it has none."""
-        return int(getattr(self.settings, "window", _SNAPKV.window))
+        return int(getattr(self.settings, "window", 0)) or _SNAPKV.window
 
 
 _SNAPKV = SnapKV()
@@ -255,14 +255,14 @@ _FLAT = 1e6
 """A width of Gaussians beside which no two keys are far apart."""
 
 
-def _evict_at_random(found: _Prepared) -> CompressionMethod:
-    # The method meets its budget to the cell, so another method of that budget says how many.
-    budget = SnapKV(budget=_merger_of(found).budget)
-    return SpentOtherwise(budget, found.config, RandomKeys(), budget.window, equally=True)
-
-
-def _evict_by_attention(found: _Prepared) -> CompressionMethod:
-    return H2O(budget=_merger_of(found).budget, interval=0)
+def _heavy_hitters(found: _Prepared) -> CompressionMethod:
+    method = _merger_of(found)
+    require(
+        method.epsilon == 0,
+        "H2O spends its budget, which it keeps to only if epsilon is left out",
+        KVMERGER,
+    )
+    return H2O(budget=method.budget, interval=0)
 
 
 def _fixed_windows(found: _Prepared) -> CompressionMethod:
@@ -279,17 +279,7 @@ def _plain_mean(found: _Prepared) -> CompressionMethod:
 
 
 def _merger_of(found: _Prepared) -> KVMerger:
-    """Return KVMerger's hyper-parameters.
-
-    Raises:
-        InvalidRequestError: they don't say how many cells it keeps.
-    """
     assert isinstance(found.settings, KVMerger)
-    require(
-        found.settings.epsilon == 0,
-        "its nulls spend its budget, which it keeps to only if epsilon is left out",
-        KVMERGER,
-    )
     return found.settings
 
 
@@ -301,8 +291,8 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
     "streamingllm": _KEYS,
     "lacache": _KEYS,
     "kvmerger": {
-        "at random": _evict_at_random,
-        "plain score": _evict_by_attention,
+        **_KEYS,
+        "accumulated score": _heavy_hitters,
         "reversed score": _least_similar,
         "fixed windows": _fixed_windows,
         "plain mean": _plain_mean,
