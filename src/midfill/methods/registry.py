@@ -63,6 +63,8 @@ METHODS = {
             "Qin et al., ICLR 2025, arXiv 2503.12491", ".evict.cake", "Cake"),
         MethodEntry("h2o", "evict", "H2O",
             "Zhang et al., NeurIPS 2023, arXiv 2306.14048", ".evict.h2o", "H2O"),
+        MethodEntry("kvmerger", "evict", "KVMerger",
+            "Wang et al., 2024, arXiv 2407.08454", ".evict.kvmerger", "KVMerger"),
         MethodEntry("lacache", "evict", "LaCache",
             "Shi et al., ICML 2025, arXiv 2507.14204", ".evict.lacache", "LaCache"),
         MethodEntry("snapkv", "evict", "SnapKV",

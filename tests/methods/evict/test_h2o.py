@@ -10,7 +10,7 @@ from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.methods.evict.h2o import H2O, HeavyHitters, ObservationMemory, block_digests
+from midfill.methods.evict.h2o import H2O, HeavyHitters
 from midfill.methods.evict.method import SequenceKeys
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
@@ -93,7 +93,7 @@ def test_answers_that_share_a_prompt_evict_on_their_own() -> None:
     longer = view(store, [list(range(PROMPT + 4))] * keys.heads)
     selection = scores.select(longer, queries[:, PROMPT : PROMPT + 4])
     assert selection is not None
-    assert len(other.scores[0]) == PROMPT
+    assert len(other.attention.scores[0]) == PROMPT
     again = other.select(longer, queries[:, PROMPT : PROMPT + 4])
     assert again is not None
     assert again.kept.tolist() == selection.kept.tolist()
@@ -103,28 +103,6 @@ def test_answers_that_share_a_prompt_evict_on_their_own() -> None:
 def test_nonsense_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(fields))):
         H2O(**fields)  # type: ignore[arg-type]
-
-
-def test_a_prompts_beginning_is_remembered_by_its_tokens_and_tenant() -> None:
-    tokens = np.arange(200, dtype=np.int32)
-    digests = block_digests(tokens, 64, "ann")
-    assert len(digests) == 3
-    assert block_digests(tokens[:150], 64, "ann") == digests[:2]
-    assert block_digests(tokens[:128], 64, "ann") == digests[:1], "the last token always runs"
-    assert not set(digests) & set(block_digests(tokens, 64, "bob"))
-    assert not set(digests) & set(block_digests(tokens + 1, 64, "ann"))
-
-
-def test_what_was_used_least_recently_is_forgotten_first() -> None:
-    memory = ObservationMemory(max_bytes=3 * 40)
-    scores = [np.full(10, float(i), np.float32) for i in range(4)]
-    names = [b"0", b"1", b"2", b"3"]
-    for name, each in zip(names[:3], scores, strict=False):
-        memory.remember(name, [each])
-    assert memory.longest([b"0"]) == (1, [scores[0]])
-    memory.remember(names[3], [scores[3]])
-    assert memory.longest([b"1"]) == (0, [])
-    assert memory.longest([b"0", b"x", b"3", b"1"])[0] == 3
 
 
 def test_the_next_keystroke_finds_its_beginning_and_gets_the_same_bits(tmp_path: Path) -> None:

@@ -5,92 +5,28 @@ Models", NeurIPS 2023, arXiv 2306.14048, section 4 and algorithm 1. A key's scor
 that it has received from all rows since it came; the lowest scores are evicted, step by step while
 the answer grows.
 
-What the rows of a prompt's beginning have attended to is remembered, so that the next keystroke's
-prompt finds its beginning in the cache.
-
 Differences: a prompt is computed exactly and evicted from once, as in the authors' code, while the
 paper's algorithm evicts in the prompt, too. Query heads that share a KV head add up their attention
 and evict together. Keys are evicted at the end of each interval; until then rows see them.
 """
 
 import sys
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.methods.budget import budget_tokens, check_budget, check_interval, require
+from midfill.methods.evict.accumulated_attention import (
+    BLOCK,
+    AccumulatedAttention,
+    ObservationMemory,
+)
 from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
-from midfill.methods.evict.window_attention import received_attention, top_keys
+from midfill.methods.evict.window_attention import top_keys
 from midfill.models.config import ModelConfig
-
-_MAX_BYTES = 64 << 20
-
-
-def block_digests(tokens: Int32Array, block: int, tenant: str) -> list[bytes]:
-    """Return digests of a prompt's beginnings, one per whole block before its last token.
-
-    Args:
-        tokens: [n] int32, the prompt.
-        block: tokens of a block.
-        tenant: whose prompt it is; equal prompts of others have other digests.
-    """
-    running = blake2b(tenant.encode(errors="surrogatepass"), digest_size=16)
-    running.update(b"\0")
-    digests = []
-    for end in range(block, len(tokens), block):
-        running.update(tokens[end - block : end].tobytes())
-        digests.append(running.copy().digest())
-    return digests
-
-
-class ObservationMemory:
-    """Scores of keys by digest; what was used least recently goes first.
-
-    Args:
-        max_bytes: of all scores.
-    """
-
-    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._scores: OrderedDict[bytes, list[Float32Array]] = OrderedDict()
-
-    def longest(self, digests: Sequence[bytes]) -> tuple[int, list[Float32Array]]:
-        """Return how many blocks are known of a prompt, and the scores after them; (0, []): none.
-
-        Args:
-            digests: of the prompt's blocks, see ``block_digests``.
-        """
-        for place in reversed(range(len(digests))):
-            found = self._scores.get(digests[place])
-            if found is not None:
-                self._scores.move_to_end(digests[place])
-                return place + 1, found
-        return 0, []
-
-    def remember(self, digest: bytes, scores: list[Float32Array]) -> None:
-        """Keep the scores after some block; nobody may change them."""
-        if digest in self._scores:
-            self._scores.move_to_end(digest)
-            return
-        self._scores[digest] = scores
-        self._bytes += _size(scores)
-        while self._bytes > self._max_bytes:
-            _, dropped = self._scores.popitem(last=False)
-            self._bytes -= _size(dropped)
-
-
-def _size(scores: list[Float32Array]) -> int:
-    return sum(each.nbytes for each in scores)
-
-
-_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -121,7 +57,7 @@ class H2O(MethodDefaults):
     @property
     def block_rows(self) -> int:
         """Attention of 64 rows is added up at a time."""
-        return _BLOCK
+        return BLOCK
 
     @cached_property
     def memory(self) -> ObservationMemory:
@@ -130,13 +66,12 @@ class H2O(MethodDefaults):
 
     def start(self, config: ModelConfig) -> "HeavyHitters":
         """Return the scores of a new sequence."""
-        return HeavyHitters(self)
+        return HeavyHitters(self, AccumulatedAttention(self.memory))
 
     def recall(self, tokens: Int32Array, tenant: str) -> tuple[int, "HeavyHitters"]:
         """See ``RecallingMethod.recall``."""
-        digests = block_digests(tokens, _BLOCK, tenant)
-        blocks, scores = self.memory.longest(digests)
-        return blocks * _BLOCK, HeavyHitters(self, scores=scores, digests=digests)
+        known, attention = AccumulatedAttention.recall(self.memory, tokens, tenant)
+        return known, HeavyHitters(self, attention)
 
 
 @dataclass
@@ -145,47 +80,32 @@ class HeavyHitters:
 
     Attributes:
         method: the hyper-parameters.
+        attention: that the keys have received.
         budget: in tokens; 0 until the prompt is known.
-        scores: [n] float32 for each layer and head: the attention that keys have received.
-        digests: of the prompt's blocks; none if they are not to be remembered.
     """
 
     method: H2O
+    attention: AccumulatedAttention
     budget: int = 0
-    scores: list[Float32Array] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
 
     def fork(self) -> "HeavyHitters":
         """See ``SequenceCompressor.fork``."""
-        return HeavyHitters(self.method, self.budget, list(self.scores))
+        return HeavyHitters(self.method, self.attention.fork(), self.budget)
 
     def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
         """See ``SequenceCompressor.observe``."""
-        self._add(keys, queries)
-        if self.digests:
-            block = int(keys.counts[0]) // _BLOCK - 1
-            self.method.memory.remember(self.digests[block], self.scores)
-
-    def _add(self, keys: SequenceKeys, queries: Float32Array) -> None:
-        """Add the attention of further rows."""
-        known = self.scores or [np.zeros(0, np.float32)] * keys.heads
-        scores = []
-        for head, old in enumerate(known):
-            received = received_attention(keys, queries, head)
-            received[: len(old)] += old
-            scores.append(received)
-        self.scores = scores
+        self.attention.observe(keys, queries)
 
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``."""
-        self._add(keys, queries)
+        self.attention.add(keys, queries)
         count = int(keys.counts[0])
         self.budget = self.budget or budget_tokens(self.method.budget, count, 0)
         if count <= self.budget:
             return None
         recent = round(self.method.recent * self.budget)
-        kept = [self._kept(scores, recent) for scores in self.scores]
-        self.scores = [scores[own] for scores, own in zip(self.scores, kept, strict=True)]
+        kept = [self._kept(scores, recent) for scores in self.attention.scores]
+        self.attention.keep(kept)
         return Selection.of_heads(kept)
 
     def _kept(self, scores: Float32Array, recent: int) -> Int32Array:

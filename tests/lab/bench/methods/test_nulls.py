@@ -14,6 +14,7 @@ from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.methods import calibration_store
 from midfill.methods.evict.compresskv import RetrievalVotes
+from midfill.methods.evict.kvmerger import KVMerger
 from midfill.methods.evict.method import CompressionMethod, RecallingMethod
 from midfill.methods.evict.razorattention import retrieval_heads
 from midfill.methods.evict.selection import Selection
@@ -34,6 +35,7 @@ DIGEST = "5" * 16
 SPECIFICATIONS = {
     "streamingllm": "streamingllm:budget=48",
     "lacache": "lacache:budget=48",
+    "kvmerger": "kvmerger:budget=48",
     "snapkv": "snapkv:budget=24,window=8",
     "cake": "cake:budget=24,window=8",
     "compresskv": "compresskv:budget=24,least=10,heads=2",
@@ -89,7 +91,7 @@ def test_a_null_keeps_as_many_cells_as_its_method(name: str, title: str) -> None
     assert found.sum() == expected.sum()
     if title in ("at random", "evenly", "plain score", "equal layers", "equal groups"):
         assert np.ptp(found) <= 1
-    if title == "reversed score":
+    if title == "reversed score" and name != "kvmerger":
         assert found.tolist() == expected.tolist()
 
 
@@ -101,7 +103,7 @@ def test_a_null_keeps_something_else_and_what_is_drawn_is_the_prompts(
     assert isinstance(own, CompressionMethod)
     method = null(name, title)
     found = select(method)
-    if title != "no mean key":
+    if title not in ("no mean key", "plain mean"):
         assert found.kept.tolist() != select(own).kept.tolist()
     drawn = {tuple(select(method, prompt).kept.tolist()) for prompt in range(6)}
     assert (len(drawn) > 1) == ("random" in title)
@@ -153,6 +155,41 @@ def test_heads_and_groups_are_reversed_or_drawn_and_equally_many() -> None:
         high = np.array(found.high).reshape(LAYERS, KV_HEADS)
         assert (high.sum(axis=1) == (KV_HEADS + 1) // 2).all()
     assert groups.high != own.high
+
+
+def test_fixed_windows_are_of_one_length_but_for_a_factor_of_two() -> None:
+    specification = "kvmerger:budget=37,recent=0,heavy=0"
+    windows = make_null(specification, "fixed windows", served(CONFIG))
+    plain = make_null(specification, "plain mean", served(CONFIG))
+    sizes, others = (set(set_sizes(select(one, tokens=128))) for one in (windows, plain))
+    assert sizes == {2, 4}
+    assert max(others) > 2 * min(others)
+
+
+def set_sizes(selection: Selection) -> list[int]:
+    """Of how many tokens the entries of all heads are."""
+    assert selection.added is not None
+    assert selection.added.terms is not None
+    merged = np.exp(selection.added.terms.score_bias).round().astype(int)
+    return [*[1] * len(selection.kept), *merged.tolist()]
+
+
+def test_the_least_similar_neighbours_merge_first_or_the_same_sets_by_their_mean() -> None:
+    method, least = KVMerger(budget=48), null("kvmerger", "reversed score")
+    assert isinstance(least, KVMerger)
+    keys = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
+    assert least.similarity(keys).tolist() == (-method.similarity(keys)).tolist()
+    one, mean = select(method), select(null("kvmerger", "plain mean"))
+    assert one.kept.tolist() == mean.kept.tolist()
+    assert one.added is not None
+    assert mean.added is not None
+    assert one.added.indptr.tolist() == mean.added.indptr.tolist()
+    assert not np.allclose(one.added.keys, mean.added.keys)
+
+
+def test_a_method_that_keeps_to_no_budget_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"kvmerger: .* epsilon is left out"):
+        make_null("kvmerger:epsilon=0.75", "accumulated score", served(CONFIG))
 
 
 def test_a_method_that_trims_meanwhile_is_refused() -> None:

@@ -6,12 +6,15 @@ with the method's own window and kernel; or it leaves out the one thing that the
 as unequal layers, or chooses heads at random. Only what differs between a method and a null can
 explain why one of them finds more.
 
+KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
+one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
+
 Every null keeps exactly as many cells as its method, but for "no mean key", which keeps a cell
 less per streaming head. Random choices follow from the prompt alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +25,9 @@ from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict import compresskv, duoattention, razorattention, uncomp
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.full_layers import FullLayers
+from midfill.methods.evict.h2o import H2O
+from midfill.methods.evict.kvmerger import NAME as KVMERGER
+from midfill.methods.evict.kvmerger import KVMerger
 from midfill.methods.evict.method import CompressionMethod, SequenceKeys
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.evict.streaming_heads import HeadSplit
@@ -63,7 +69,7 @@ class _Prepared:
     @property
     def window(self) -> int:
         """The last rows that the method observes and keeps, or SnapKV's where it has none."""
-        return int(getattr(self.settings, "window", _SNAPKV.window))
+        return int(getattr(self.settings, "window", 0)) or _SNAPKV.window
 
 
 _SNAPKV = SnapKV()
@@ -222,6 +228,61 @@ def _split_of(method: CompressionMethod) -> HeadSplit:
     return method
 
 
+class FixedWindows(KVMerger):
+    """Merges windows of tokens whatever their keys, of one length but for a factor of two."""
+
+    def similarity(self, keys: Float32Array) -> Float32Array:
+        """Return numbers [n - 1] whose k least lie evenly among them, for any k.
+
+        They are the places' bits in reverse order (van der Corput's sequence). Heads whose places
+        are equal differ by their keys' similarity, so that the budget is met to the cell.
+        """
+        places, bits = np.arange(1, len(keys)), len(keys).bit_length()
+        reverse = sum((places >> bit & 1) * 2.0 ** -(bit + 1) for bit in range(bits))
+        found: Float32Array = reverse + super().similarity(keys) * 2.0 ** -(bits + 2)
+        return found.astype(np.float32)
+
+
+class LeastSimilar(KVMerger):
+    """Merges those neighbours first whose keys are least alike."""
+
+    def similarity(self, keys: Float32Array) -> Float32Array:
+        """Return the cosine similarity of each key [n, head_dim] to the next, negated: [n - 1]."""
+        return -super().similarity(keys)
+
+
+_FLAT = 1e6
+"""A width of Gaussians beside which no two keys are far apart."""
+
+
+def _heavy_hitters(found: _Prepared) -> CompressionMethod:
+    method = _merger_of(found)
+    require(
+        method.epsilon == 0,
+        "H2O spends its budget, which it keeps to only if epsilon is left out",
+        KVMERGER,
+    )
+    return H2O(budget=method.budget, interval=0)
+
+
+def _fixed_windows(found: _Prepared) -> CompressionMethod:
+    settings = replace(_merger_of(found), sigma=_FLAT)
+    return FixedWindows(**asdict(settings))
+
+
+def _least_similar(found: _Prepared) -> CompressionMethod:
+    return LeastSimilar(**asdict(_merger_of(found)))
+
+
+def _plain_mean(found: _Prepared) -> CompressionMethod:
+    return replace(_merger_of(found), sigma=_FLAT)
+
+
+def _merger_of(found: _Prepared) -> KVMerger:
+    assert isinstance(found.settings, KVMerger)
+    return found.settings
+
+
 _POSITIONS: Mapping[str, Null] = {"at random": _random, "evenly": _even}
 _KEYS: Mapping[str, Null] = {**_POSITIONS, "plain score": _plain}
 _SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
@@ -229,6 +290,13 @@ _SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
 NULLS: Mapping[str, Mapping[str, Null]] = {
     "streamingllm": _KEYS,
     "lacache": _KEYS,
+    "kvmerger": {
+        **_KEYS,
+        "accumulated score": _heavy_hitters,
+        "reversed score": _least_similar,
+        "fixed windows": _fixed_windows,
+        "plain mean": _plain_mean,
+    },
     "snapkv": {**_POSITIONS, "reversed score": _reversed},
     "cake": {**_SCORED, "equal layers": _equal},
     "compresskv": {
