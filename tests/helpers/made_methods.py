@@ -58,6 +58,7 @@ STREAMING_PREFILL = "duoattention:chunk=64"
 _SMALL = {
     "razorattention": "sinks=4,recent=32,share=0,interval=16",
     "duoattention": "sinks=4,recent=32,interval=16",
+    "minicache": "first=1,recent=40,interval=16",
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
@@ -65,6 +66,7 @@ _SMALL = {
 _WHOLE = {
     "razorattention": "recent=200",
     "duoattention": "recent=200",
+    "minicache": "first=1,retain=1",
     "minference": "chunk=64,dense=0,scale=100",
     "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
     STREAMING_PREFILL: "sparsity=0,sinks=4,recent=32",

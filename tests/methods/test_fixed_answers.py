@@ -70,6 +70,6 @@ def answers(runner: CpuRunner, name: str) -> dict[str, list[int]]:
     return {key: serve(engine, [one])[key, 0].tokens for key, one in asked.items()}
 
 
-@pytest.mark.parametrize("name", list(EXPECTED))
+@pytest.mark.parametrize("name", EXPECTED)
 def test_answers_are_those_of_before(runner: CpuRunner, name: str) -> None:
     assert answers(runner, name) == EXPECTED[name]

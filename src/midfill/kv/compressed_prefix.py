@@ -17,7 +17,8 @@ class CompressedPrefix:
         tokens: how many leading tokens it stands for.
         gapless: whether its keys were moved together, so that they lie side by side.
         index: its cells.
-        numbers: [n] int32, which token each of the cells is of; -1 where it stands for others.
+        numbers: [n] int32, which token each of the index's cells is of; -1 where it stands for
+            several.
         slots: [n] int32, the slots that the cells fill.
     """
 

@@ -3,7 +3,8 @@
 A *cell* is the K and V of one token in one layer and one KV head. Its number is
 ``(layer * kv_heads + head) * slots + slot``, in every runner. An ordinary sequence reads the same
 slots in all layers and heads. A compressed one keeps other tokens in each, packed into as few slots
-as they fill: any head's keys may lie in any cell, those of other layers and heads too.
+as they fill: any head's keys may lie in any cell, those of other layers and heads too. One cell
+may serve several heads.
 """
 
 from dataclasses import dataclass
@@ -57,18 +58,21 @@ class RaggedIndex:
         cells: [n] int32, numbers of cells.
         indptr: [layers * kv_heads + 1] int32, ascending from 0 to n.
         terms: None where all factors are 1 and all biases 0.
+        shared: whether several heads may list one cell, each with terms of its own.
     """
 
     cells: Int32Array
     indptr: Int32Array
     terms: KeyTerms | None = None
+    shared: bool = False
 
     def take(self, chosen: BoolArray) -> "RaggedIndex":
         """Return the index of some of its cells: [n] bool."""
         counts = np.cumsum(np.concatenate(([0], chosen)))
         places = np.flatnonzero(chosen).astype(np.int32)
         terms = None if self.terms is None else self.terms.take(places)
-        return RaggedIndex(self.cells[chosen], counts[self.indptr].astype(np.int32), terms)
+        indptr = counts[self.indptr].astype(np.int32)
+        return RaggedIndex(self.cells[chosen], indptr, terms, self.shared)
 
     @property
     def most(self) -> int:

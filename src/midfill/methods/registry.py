@@ -82,6 +82,8 @@ METHODS = {
         MethodEntry("duoattention", "evict", "DuoAttention",
             "Xiao et al., ICLR 2025, arXiv 2410.10819",
             ".evict.duoattention", "DuoAttention", calibrated=True),
+        MethodEntry("minicache", "evict", "MiniCache",
+            "Liu et al., NeurIPS 2024, arXiv 2405.14366", ".evict.minicache", "MiniCache"),
         MethodEntry("minference", "prefill", "MInference",
             "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
             ".sparse_prefill.minference", "MInference", calibrated=True),

@@ -94,38 +94,44 @@ class Eviction:
         self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, tokens: int
     ) -> bool:
         """Pack the cells that stay into slots of the sequence's own, and release all others."""
-        kept = _kept_cells(keys, selection)
-        layout = _Layout.of(selection)
-        terms = layout.terms(selection.terms or _kept_terms(kv, selection), selection.added)
-        slots_needed = -(-layout.count // keys.heads)
+        layout, added = _Layout.of(selection), selection.added
+        terms = layout.terms(selection.terms or _kept_terms(kv, selection), added)
+        shared = kv.prefix is not None and kv.prefix.index.shared
+        listed = _kept_cells(keys, selection)
+        # Where each kept key's cell is among the distinct ones, and a key of each of these.
+        kept, first, entries = _distinct(listed, shared=shared)
+        stored = 0 if added is None else len(added.keys)
+        slots_needed = -(-(len(kept) + stored) // keys.heads)
         released = self.pool.cache.released_by(kv.nodes) + kv.owned
         if self.pool.available + released < slots_needed:
             return False
         store = self._runner.cells
         stays, taken = self._standing(kept, kv.own_slots()[:slots_needed], slots_needed)
-        shift = selection.shift(keys.counts)
+        shift = selection.shift(keys.counts)[first]
         moving, turning = np.flatnonzero(~stays & (shift == 0)), np.flatnonzero(shift)
         moved = store.take(kept[moving])
         turned = store.take(kept[turning], shift[turning] if len(turning) else None)
-        numbers = np.full(layout.count, -1, np.int32)
-        numbers[layout.kept] = _kept_numbers(kv, selection)
+        numbers = layout.numbers(kv, selection)
         slots = kv.exchange(slots_needed)
         # Any cell of the slots will do: a head's cells may lie in other heads' part of a slot.
         free = cells_of_slots(slots, keys.heads, self._runner.slots)[~taken]
         places = kept.copy()
         packed = np.count_nonzero(~stays)
         places[~stays] = free[:packed]
-        written = free[packed : packed + len(layout.added)]
+        written = free[packed : packed + stored]
         cells = np.empty(layout.count, np.int32)
-        cells[layout.kept], cells[layout.added] = places, written
-        index = RaggedIndex(cells, layout.indptr, terms)
+        cells[layout.kept] = places[entries]
+        if added is not None:
+            cells[layout.added] = written[added.entries()]
+            shared |= added.listed is not None
+        index = RaggedIndex(cells, layout.indptr, terms, shared)
         # The slots have an owner before anything can fail.
         gapless = selection.close_gaps
         kv.prefix = CompressedPrefix(tokens, index, slots, self.pool.slots, gapless, numbers)
         store.put(places[moving], moved)
         store.put(places[turning], turned)
-        if selection.added is not None:
-            store.write(written, selection.added.keys, selection.added.values)
+        if added is not None:
+            store.write(written, added.keys, added.values)
         return True
 
     def _standing(
@@ -181,6 +187,15 @@ class _Layout:
         """Number of keys."""
         return int(self.indptr[-1])
 
+    def numbers(self, kv: SequenceKV, selection: Selection) -> Int32Array:
+        """Return which token each key is of, -1 where it stands for several: [count] int32."""
+        numbers = np.full(self.count, -1, np.int32)
+        numbers[self.kept] = _token_numbers(kv, selection.indptr, selection.kept)
+        added = selection.added
+        if added is not None and added.replaced is not None:
+            numbers[self.added] = _token_numbers(kv, added.indptr, added.replaced)
+        return numbers
+
     def terms(self, of_kept: KeyTerms | None, added: AddedKeys | None) -> KeyTerms | None:
         """Return the terms of all keys; None if none has any."""
         of_added = None if added is None else added.terms
@@ -191,6 +206,19 @@ class _Layout:
             if given is not None:
                 terms.put(places, given)
         return terms
+
+
+def _distinct(cells: Int32Array, *, shared: bool) -> tuple[Int32Array, Int64Array, Int64Array]:
+    """Return cells without repetitions, which only ``shared`` ones may have.
+
+    Returns:
+        [n] int32, the cells; [n] where each is listed first; [len(cells)] which of them each is.
+    """
+    if not shared:
+        every = np.arange(len(cells))
+        return cells, every, every
+    found, first, entries = np.unique(cells, return_index=True, return_inverse=True)
+    return found, first, entries
 
 
 def _kept_cells(keys: SequenceKeys, selection: Selection) -> Int32Array:
@@ -213,15 +241,21 @@ def _kept_terms(kv: SequenceKV, selection: Selection) -> KeyTerms | None:
     return index.terms.take(np.where(selection.kept < counts[head], number, -1))
 
 
-def _kept_numbers(kv: SequenceKV, selection: Selection) -> Int32Array:
-    """Return which tokens the cells that stay are of, -1 for added ones: [n] int32."""
-    counts = np.diff(selection.indptr)
-    head = np.repeat(np.arange(len(counts)), counts)
+def _token_numbers(kv: SequenceKV, indptr: Int32Array, keys: Int32Array) -> Int32Array:
+    """Return which tokens keys are of, -1 for one that stands for several: [n] int32.
+
+    Args:
+        kv: the sequence's, as it is now.
+        indptr: [heads + 1] int32, from where to where ``keys`` has each head's.
+        keys: [n] int32, numbered as their heads hold them now.
+    """
     prefix = kv.prefix
     if prefix is None:
-        return selection.kept
+        return keys
+    counts = np.diff(indptr)
+    head = np.repeat(np.arange(len(counts)), counts)
     before = np.diff(prefix.index.indptr)[head]
-    place = prefix.index.indptr[head] + np.minimum(selection.kept, before - 1)
-    later = selection.kept - before + np.int32(kv.first)
-    numbers: Int32Array = np.where(selection.kept < before, prefix.numbers[place], later)
+    place = prefix.index.indptr[head] + np.minimum(keys, before - 1)
+    later = keys - before + np.int32(kv.first)
+    numbers: Int32Array = np.where(keys < before, prefix.numbers[place], later)
     return numbers.astype(np.int32)

@@ -13,20 +13,31 @@ from midfill.kv.ragged import KeyTerms
 class AddedKeys:
     """Keys and values that a method has computed to stand for others.
 
-    Head i = l * kv_heads + h of the model gets those from ``indptr[i]`` to ``indptr[i + 1]``, in
-    front of the keys that it keeps.
+    Head i = l * kv_heads + h of the model gets the entries from ``indptr[i]`` to ``indptr[i + 1]``,
+    in front of the keys that it keeps. Several heads may list one key, each with terms of its own;
+    it is stored once.
 
     Attributes:
         keys, values: float32 [n, head_dim]; keys after the rotary embedding. They are rounded as
             the KV cache rounds.
-        indptr: [layers * kv_heads + 1] int32, ascending from 0 to n.
-        terms: how much they count; None is as any other key.
+        indptr: [layers * kv_heads + 1] int32, ascending from 0 to m, the number of entries.
+        terms: how much each entry counts; None is as any other key.
+        listed: [m] int32, which of the keys each entry is; None: each key is one head's alone, in
+            order, so m = n.
+        replaced: [m] int32, which of its head's keys each entry stands for, numbered as the head
+            holds them now; None: each stands for several.
     """
 
     keys: Float32Array
     values: Float32Array
     indptr: Int32Array
     terms: KeyTerms | None = None
+    listed: Int32Array | None = None
+    replaced: Int32Array | None = None
+
+    def entries(self) -> Int32Array:
+        """Return which of the keys each entry is: [m] int32."""
+        return np.arange(len(self.keys), dtype=np.int32) if self.listed is None else self.listed
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,8 @@ class Selection:
 
         Raises:
             ValueError: a key does not exist, is named twice or out of order, a head is left with
-                none, gaps can't be closed, or an added key holds a value that is no number.
+                none, gaps can't be closed, an added key holds a value that is no number, or entries
+                name other added keys than there are.
         """
         if (
             len(self.indptr) != len(counts) + 1
@@ -98,7 +110,7 @@ class Selection:
         ):
             raise ValueError("a selection needs the kept keys of every layer and head")
         sizes = np.diff(self.indptr)
-        if (sizes + self._count_added(len(counts)) < 1).any():
+        if (sizes + self._count_added(counts) < 1).any():
             raise ValueError("every head has to keep at least one key")
         if self.close_gaps and (self.added is not None or (sizes != sizes[0]).any()):
             raise ValueError("gaps can be closed only if all heads keep equally many keys")
@@ -108,17 +120,39 @@ class Selection:
         if ((np.diff(self.kept) <= 0) & (np.diff(owner) == 0)).any():
             raise ValueError("a selection's keys must ascend within a head")
 
-    def _count_added(self, heads: int) -> Int64Array:
-        """Return how many keys are added to each head: [heads].
+    def _count_added(self, counts: Int32Array) -> Int64Array:
+        """Return how many entries are added to each head: [heads].
+
+        Args:
+            counts: [heads] int32, keys that each holds.
 
         Raises:
             ValueError: they don't fit the heads, or hold a value that is no number.
         """
-        if self.added is None:
-            return np.zeros(heads, np.int64)
-        keys, values, indptr = self.added.keys, self.added.values, self.added.indptr
-        if len(indptr) != heads + 1 or indptr[0] or not indptr[-1] == len(keys) == len(values):
+        added = self.added
+        if added is None:
+            return np.zeros(len(counts), np.int64)
+        keys, values, indptr, entries = added.keys, added.values, added.indptr, added.entries()
+        if (
+            len(indptr) != len(counts) + 1
+            or indptr[0]
+            or indptr[-1] != len(entries)
+            or len(keys) != len(values)
+        ):
             raise ValueError("added keys need their number for every layer and head")
         if not (np.isfinite(keys).all() and np.isfinite(values).all()):
             raise ValueError("an added key or value is no finite number")
-        return np.diff(indptr).astype(np.int64)
+        sizes = np.diff(indptr).astype(np.int64)
+        if added.listed is not None:
+            if entries.min(initial=0) < 0 or entries.max(initial=-1) >= len(keys):
+                raise ValueError("an entry lists an added key that doesn't exist")
+            if not np.bincount(entries, minlength=len(keys)).all():
+                raise ValueError("every added key has to be listed by a head")
+        replaced = added.replaced
+        if replaced is not None and (
+            len(replaced) != len(entries)
+            or replaced.min(initial=0) < 0
+            or (replaced >= np.repeat(counts, sizes)).any()
+        ):
+            raise ValueError("added keys replace keys that don't exist")
+        return sizes

@@ -22,7 +22,7 @@ import numpy as np
 from midfill.arrays import BoolArray, Float32Array
 from midfill.methods.budget import require
 from midfill.methods.calibration_store import load_tables
-from midfill.methods.evict import compresskv, duoattention, razorattention, uncomp
+from midfill.methods.evict import compresskv, duoattention, minicache, razorattention, uncomp
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.h2o import H2O
@@ -219,6 +219,31 @@ def _no_mean_key(found: _Prepared) -> CompressionMethod:
     return replace(method, rule=replace(method.rule, mean=False))
 
 
+def _plain_average(found: _Prepared) -> CompressionMethod:
+    """Return MiniCache with the mean of both layers' vectors, which counts as it is."""
+    return replace(_merging_of(found.method), merge=_average)
+
+
+def _average(lower: Float32Array, upper: Float32Array) -> minicache.MergedVectors:
+    ones = np.ones(len(lower), np.float32)
+    return minicache.MergedVectors((lower + upper) * np.float32(0.5), ones, ones)
+
+
+def _upper_layer(found: _Prepared) -> CompressionMethod:
+    """Return MiniCache with the upper layer's vectors in the place of both."""
+    return replace(_merging_of(found.method), merge=_upper)
+
+
+def _upper(lower: Float32Array, upper: Float32Array) -> minicache.MergedVectors:
+    ones = np.ones(len(lower), np.float32)
+    return minicache.MergedVectors(upper, ones, ones)
+
+
+def _merging_of(method: CompressionMethod) -> minicache.MergedLayers:
+    assert isinstance(method, minicache.MergedLayers)
+    return method
+
+
 def _with_heads(found: _Prepared, retrieval: BoolArray) -> CompressionMethod:
     return replace(_split_of(found.method), retrieval=tuple(retrieval.tolist()))
 
@@ -321,6 +346,11 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         **_KEYS,
         "random heads": _random_heads,
         "reversed heads": _reversed_gates,
+    },
+    "minicache": {
+        **_KEYS,
+        "plain average": _plain_average,
+        "upper layer alone": _upper_layer,
     },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block

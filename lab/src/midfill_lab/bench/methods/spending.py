@@ -236,9 +236,16 @@ def prompt_generator(tokens: Int32Array) -> np.random.Generator:
 
 
 def cells_per_head(selection: Selection) -> Int64Array:
-    """Return how many cells each head holds after a selection: [layers * kv_heads]."""
-    sizes = np.diff(selection.indptr).astype(np.int64)
-    return sizes if selection.added is None else sizes + np.diff(selection.added.indptr)
+    """Return how many cells each head holds after a selection: [layers * kv_heads].
+
+    A cell that several heads share counts for the first of them.
+    """
+    sizes, added = np.diff(selection.indptr).astype(np.int64), selection.added
+    if added is None:
+        return sizes
+    _, first = np.unique(added.entries(), return_index=True)
+    owners = np.searchsorted(added.indptr, first, side="right") - 1
+    return sizes + np.bincount(owners, minlength=len(sizes))
 
 
 def divide_equally(total: int, parts: int) -> Int64Array:
