@@ -32,6 +32,11 @@ class KeyTerms:
         ones = np.ones(cells, np.float32)
         return cls(ones, np.zeros(cells, np.float32), ones.copy())
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all terms."""
+        return self.score_factor.nbytes + self.score_bias.nbytes + self.value_factor.nbytes
+
     def take(self, cells: Int32Array) -> "KeyTerms":
         """Return the terms of some cells; -1 stands for one without."""
         terms = zip((self.score_factor, self.score_bias, self.value_factor), (1, 0, 1), strict=True)
@@ -73,6 +78,12 @@ class RaggedIndex:
         terms = None if self.terms is None else self.terms.take(places)
         indptr = counts[self.indptr].astype(np.int32)
         return RaggedIndex(self.cells[chosen], indptr, terms, self.shared)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the lists and terms, without the cells."""
+        terms = 0 if self.terms is None else self.terms.nbytes
+        return self.cells.nbytes + self.indptr.nbytes + terms
 
     @property
     def most(self) -> int:

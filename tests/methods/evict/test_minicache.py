@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_keys import CONFIG, DIM, KV_HEADS, LAYERS, ArrayCells, fake_keys
+from forced_answers import ForcedAnswers
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.methods.evict.method import SequenceKeys
+from midfill.kv.ragged import cells_of_slots
+from midfill.methods.evict.method import CompressionMethod, SequenceKeys
 from midfill.methods.evict.minicache import (
     MergedLayers,
     MiniCache,
@@ -25,11 +27,16 @@ from midfill.methods.evict.minicache import (
     slerp,
 )
 from midfill.methods.evict.selection import Selection
+from midfill.methods.method import Method
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import open_checkpoint, open_model
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill_lab.bench.methods.nulls import make_null
+from midfill_lab.bench.methods.probes import Haystacks
 from midfill_lab.bench.methods.spending import cells_per_head
 from serving import build_engine, request, same, serve
 
@@ -259,6 +266,22 @@ def test_slots_that_two_layers_share_are_free_for_others(runner: CpuRunner) -> N
     assert held[-2] < -(-(140 * 2 + 9 * 6) // 3) + 8, "the answer's tokens are merged in blocks"
 
 
+def test_every_head_knows_which_tokens_its_cells_are_of(runner: CpuRunner) -> None:
+    """At each decision, in both layers of a pair: methods that stand beside this one rely on it."""
+    decided = set()
+
+    def look(one: Engine) -> None:
+        for sequence in one._queues.running:
+            if sequence.kv is not None and (prefix := sequence.kv.prefix) is not None:
+                decided.add(prefix.tokens)
+                for numbers in np.split(prefix.numbers, prefix.index.indptr[1:-1]):
+                    assert np.sort(numbers).tolist() == list(range(prefix.tokens))
+
+    found = method(MiniCache(first=1, recent=10, interval=8), runner.config)
+    serve(build_engine(runner, method=found), [request("r", PROMPT, PARAMS)], after_step=look)
+    assert len(decided) > 3
+
+
 class Restoring(MergedLayers):
     """Writes what stands for a token into both layers' own cells, and shares none."""
 
@@ -361,3 +384,94 @@ def test_cells_are_as_many_as_the_formula_says() -> None:
     # has 256 bytes in float16 and 72 in 4 bits.
     assert (256 * share + 16) / 256 == pytest.approx(0.841, abs=0.001)
     assert (72 * share + 16) / 256 <= 0.30
+
+
+TEXTS, TOKENS, ANSWER = 6, 1200, 33
+
+
+class DefaultModel:
+    """The default model over source files of 1,200 tokens, whose next tokens are known."""
+
+    def __init__(self) -> None:
+        adapter = resolve_adapter(DEFAULT_MODEL, None)
+        self.checkpoint = open_model(REGISTERED[DEFAULT_MODEL].path, adapter)
+        self.served = ServedModel(config=self.checkpoint.config)
+        self.runner = CpuRunner.load(self.checkpoint, slots=4 * TOKENS, threads=1)
+        haystacks = Haystacks(self.checkpoint.tokenizer.encode, seed=0)
+        self.texts = [haystacks.hide(100 + number, TOKENS + 64, []) for number in range(TEXTS)]
+
+    def divergences(self, methods: dict[str, CompressionMethod]) -> dict[str, np.ndarray]:
+        """Return the mean divergence from full KV of each text's known tokens: [texts]."""
+        named: dict[str, Method | None] = {"": None, **methods}
+        answers = ForcedAnswers(self.runner, named)
+        found: dict[str, list[float]] = {name: [] for name in methods}
+        for text in self.texts:
+            asked = text[:TOKENS], text[TOKENS : TOKENS + ANSWER]
+            exact = answers.logprobs("", *asked)
+            for name in methods:
+                other = answers.logprobs(name, *asked)
+                # The first token sees the whole prompt under every method.
+                found[name].append((np.exp(exact) * (exact - other)).sum(axis=1)[1:].mean())
+        return {name: np.array(values) for name, values in found.items()}
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Iterator[DefaultModel]:
+    model = DefaultModel()
+    yield model
+    model.runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.timeout(900)
+class TestDefaultModel:
+    def test_neighbouring_layers_point_in_unrelated_directions(
+        self, default_model: DefaultModel
+    ) -> None:
+        """What MiniCache builds on, cosines near 1, isn't there in this model; -s shows them."""
+        runner, config = default_model.runner, default_model.checkpoint.config
+        slots, ends = np.arange(TOKENS, dtype=np.int32), np.array([0, TOKENS], np.int32)
+        text = np.array(default_model.texts[0][:TOKENS], np.int32)
+        runner.forward(ForwardBatch(text, slots, slots, ends, ends, slots, slots[-1:]))
+        cells = cells_of_slots(slots, config.layers * config.kv_heads, runner.slots)
+        read = [np.array(part) for part in zip(*map(runner.cells.read, cells), strict=True)]
+        shape = (config.layers, config.kv_heads * TOKENS, config.head_dim)
+        keys, values = (part.reshape(shape) for part in read)
+        print("\nlayers   keys: mean cosine, and of 9 in 10   values")
+        for layer in range(config.layers - 1):
+            shown = f"{layer:2} {layer + 1:2} "
+            for part, bound in ((keys, 0.3), (values, 0.05)):
+                cosines = np.cos(np.pi * distances(part[layer], part[layer + 1]))
+                low, high = np.quantile(cosines, [0.05, 0.95])
+                shown += f"   {cosines.mean():5.2f}  {low:5.2f} to {high:5.2f}"
+                assert abs(cosines.mean()) < bound
+            print(shown)
+
+    def test_the_less_is_merged_the_less_is_lost_and_snapkv_loses_less_with_as_many_cells(
+        self, default_model: DefaultModel
+    ) -> None:
+        served = default_model.served
+        plain = "minicache:retain=0"
+        methods: dict[str, CompressionMethod] = {
+            "SLERP, norms and retention": MiniCache().for_model(served),
+            "retention by range": MiniCache(by="range").for_model(served),
+            "SLERP and norms": MiniCache(retain=0).for_model(served),
+            "plain average": make_null(plain, "plain average", served),
+            "upper layer alone": make_null(plain, "upper layer alone", served),
+            "from layer 4": MiniCache(first=4).for_model(served),
+            "from layer 23": MiniCache(first=23).for_model(served),
+            "layers 28 and 29": MiniCache(first=28).for_model(served),
+            "SnapKV, as many cells": make_null("minicache", "plain score", served),
+            "tokens at equal distances, as many cells": make_null("minicache", "evenly", served),
+        }
+        found = default_model.divergences(methods)
+        print()
+        for name, values in found.items():
+            radius = 2.571 * values.std(ddof=1) / np.sqrt(TEXTS)  # Student's, 5 degrees
+            print(f"{name:42} {values.mean():.3f} ±{radius:.3f}")
+        whole = found["SLERP, norms and retention"].mean()
+        assert whole < found["SLERP and norms"].mean()
+        assert whole < found["from layer 4"].mean(), "shallow merging is worse"
+        assert found["layers 28 and 29"].mean() < found["from layer 23"].mean() < whole
+        assert found["SnapKV, as many cells"].mean() < 0.1 * whole, "its directions don't suit this"

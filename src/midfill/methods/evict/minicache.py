@@ -20,7 +20,6 @@ answer are merged in blocks. The paper's quantisation is the KV cache's own (``-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -280,7 +279,7 @@ def distances(lower: Float32Array, upper: Float32Array) -> Float64Array:
     return _angles(_directions(lower)[0], _directions(upper)[0]) / np.pi
 
 
-def retained(found: Float64Array, share: float, by: Literal["count", "range"] | str) -> BoolArray:
+def retained(found: Float64Array, share: float, by: str) -> BoolArray:
     """Return which tokens stay unmerged, those with the largest distances: bool [n].
 
     Args:

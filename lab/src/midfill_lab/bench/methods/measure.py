@@ -265,8 +265,7 @@ def measure_costs(
                 )
             )
     return {
-        method: _cost(session, method, len(long), len(short), measured)
-        for method, measured in runs.items()
+        method: _cost(session, len(long), len(short), measured) for method, measured in runs.items()
     }
 
 
@@ -289,16 +288,13 @@ def _prompt(session: MethodSession, haystacks: Haystacks, tokens: int) -> list[i
     return session.encode("".join(haystacks.lines(0, tokens + 50)))[:tokens]
 
 
-def _cost(
-    session: MethodSession, method: str, context: int, short: int, runs: Sequence[_Run]
-) -> Cost:
+def _cost(session: MethodSession, context: int, short: int, runs: Sequence[_Run]) -> Cost:
     slots = runs[0].own.after_prefill
-    lists = 0 if method == FULL else session.cell_list_bytes
     return Cost(
         context=context,
         short_context=short,
         after_prefill=slots,
-        bytes=slots * (session.slot_bytes + lists),
+        bytes=slots * session.slot_bytes + runs[0].own.list_bytes,
         tokens_per_second=median(1 / run.own.decode_seconds for run in runs),
         times_full=[run.full.decode_seconds / run.own.decode_seconds for run in runs],
         times_short=[run.short.decode_seconds / run.own.decode_seconds for run in runs],

@@ -203,8 +203,8 @@ def _costs(report: MethodsReport, result: ModelResult, variants: Sequence[Varian
         labels=2,
         caption=f"A prompt of {context:,} tokens, {options.decoded} decoded, without speculation,"
         f" median of {options.repeats} runs. Slots held: neither free nor evictable once the first"
-        " token is there; MB: theirs, with the lists of their cells. Peak (the most slots, beside"
-        f" full KV's) and TTFT: of a prompt of {short:,} tokens, none of them cached. Last"
+        " token is there; MB: theirs, with lists and terms of their cells. Peak (the most slots,"
+        f" beside full KV's) and TTFT: of a prompt of {short:,} tokens, none of them cached. Last"
         " columns: how many times as fast it decodes as full KV at so many tokens, moments before."
         f" {report.machine}.{warning}",
     )

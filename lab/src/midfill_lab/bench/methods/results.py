@@ -126,7 +126,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         context, short_context: tokens of the long and of the short prompt.
         after_prefill: see ``session.Holding``.
-        bytes: of these slots, with the lists of their cells.
+        bytes: of these slots, with the lists of their cells and the cells' terms.
         tokens_per_second: while decoding at the long context, median.
         times_full, times_short: how many times as fast it decodes there as full KV does at the long
             and at the short context moments before, in each repeat.

@@ -37,6 +37,7 @@ class Holding(NamedTuple):
         ttft_seconds: from the request to the first token.
         decode_seconds: per token after the first.
         cached_tokens: prompt tokens that were found in the prefix cache.
+        list_bytes: of the lists of cells that stand for the prompt, with their terms.
     """
 
     after_prefill: int
@@ -44,6 +45,7 @@ class Holding(NamedTuple):
     ttft_seconds: float
     decode_seconds: float
     cached_tokens: int
+    list_bytes: int
 
 
 class MethodSession:
@@ -102,12 +104,6 @@ class MethodSession:
     def layers(self) -> int:
         """Of the model."""
         return self.info.layers
-
-    @property
-    def cell_list_bytes(self) -> int:
-        """Bytes of the list of the cells that one slot holds."""
-        config = self._runner.config
-        return 4 * config.layers * config.kv_heads
 
     def close(self) -> None:
         """End the model's threads."""
@@ -171,6 +167,8 @@ class MethodSession:
         held: list[int] = []
         arrivals: list[float] = []
         after_prefill = cached = 0
+        assert self._tap is not None
+        self._tap.list_bytes = 0
         started = time.perf_counter()
         self._engine.add(request)
         while self._engine.has_work():
@@ -186,6 +184,7 @@ class MethodSession:
             ttft_seconds=arrivals[0] - started,
             decode_seconds=(arrivals[-1] - arrivals[0]) / (len(arrivals) - 1),
             cached_tokens=cached,
+            list_bytes=self._tap.list_bytes,
         )
 
     def infill_prompt(self, prefix: str, suffix: str, name: str) -> Prompt:
@@ -234,17 +233,29 @@ class MethodSession:
 
 
 class _LogitsTap:
-    """A runner that also keeps the log-probabilities of its steps while ``rows`` is a list."""
+    """A runner that also keeps the log-probabilities of its steps while ``rows`` is a list.
+
+    Attributes:
+        list_bytes: memory of the lists of cells in the first batch that had any since it was 0.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.rows: list[Float32Array] | None = None
+        self.list_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def forward(self, batch: ForwardBatch) -> RunnerArray:
         """See ``Runner.forward``."""
+        if not self.list_bytes:
+            indices = [
+                index
+                for _, plan in batch.plans()
+                for index in (plan.cells, *(part.cells for part in plan.parts))
+            ]
+            self.list_bytes = sum(index.nbytes for index in indices if index is not None)
         return self._kept(self._runner.forward(batch))
 
     def compute_logits(self, batch: ForwardBatch, hidden: RunnerArray) -> RunnerArray:
