@@ -16,8 +16,8 @@ Differences:
   a fixed 5 best for Llama 2. By default each set has the root mean square of its own distances.
 - Epsilon is by default the one at which the budget is met, for all layers together, exactly: the
   limit of a binary search, found by order statistics. The paper has 0.75.
-- A token's attention is by default that of the prompt's last rows, which costs little; the paper
-  adds up that of all. On the default model needles are then found that are lost otherwise.
+- A token's attention is by default that of the prompt's last rows, which costs little and knows
+  what the prompt ends with. The paper adds up that of all rows (window=0).
 - Query heads that share a KV head add up their attention.
 - The prompt is merged once; the answer's own tokens stay as they are.
 """
