@@ -16,9 +16,11 @@ import pytest
 from forced_answers import ForcedAnswers
 
 from benchmarks.pruning import RandomTokens
+from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.compresskv import RetrievalVotes
+from midfill.methods.evict.kvmerger import KVMerger
 from midfill.methods.evict.razorattention import retrieval_heads
 from midfill.methods.evict.streaming_heads import HeadSplit
 from midfill.methods.evict.uncomp import GroupedHeads
@@ -32,6 +34,7 @@ from midfill.methods.sparse_prefill.flexprefill import FlexPrefill
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
 from midfill.models.checkpoints.opening import model_digest, open_model
 from midfill.runners.cpu.runner import CpuRunner
+from midfill_lab.bench.methods.nulls import make_null
 from midfill_lab.bench.methods.probes import Haystacks, names
 from midfill_lab.calibration.razorattention import HeadSearch
 from serving import build_engine, request, serve
@@ -178,6 +181,49 @@ def divergences(model: DefaultModel, method: object, questions: Sequence[Questio
         exact, other = (model.logprobs(each, question) for each in (None, method))
         found.append((np.exp(exact) * (exact - other)).sum(axis=1)[1:].mean())
     return np.array(found)
+
+
+def test_kvmerger_is_nearer_to_dense_than_fixed_windows_random_tokens_and_h2o(
+    model: DefaultModel,
+) -> None:
+    specification = "kvmerger:budget=0.5"
+    merged, windows, random_ones, heavy_hitters = (
+        divergences(model, method, model.questions)
+        for method in (
+            model.make(specification),
+            *(
+                make_null(specification, title, model.served)
+                for title in ("fixed windows", "at random", "accumulated score")
+            ),
+        )
+    )
+    for other in (windows, random_ones, heavy_hitters):
+        check_better(other, merged)
+
+
+def entries_per_layer(model: DefaultModel, method: KVMerger, tokens: Sequence[int]) -> np.ndarray:
+    """Return which share of a prompt's tokens each layer keeps as entries: [layers]."""
+    engine = build_engine(model.runner, method=method)
+    params = EngineSamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    counts = []
+
+    def record(one: Engine) -> None:
+        for sequence in one._queues.running:
+            if sequence.kv is not None and sequence.kv.prefix is not None:
+                counts.append(np.diff(sequence.kv.prefix.index.indptr))
+
+    serve(engine, [request("r", list(tokens), params)], after_step=record)
+    shares: np.ndarray = counts[0].reshape(model.served.config.layers, -1).mean(axis=1)
+    return shares / len(tokens)
+
+
+def test_how_much_a_layer_merges_is_the_models_more_than_the_texts(model: DefaultModel) -> None:
+    method = KVMerger(epsilon=0.75)
+    texts = [one.prompt[at : at + 400] for one in model.questions[:10] for at in (0, 500)]
+    shares = np.stack([entries_per_layer(model, method, text) for text in texts])[:, 2:-1]
+    variation = shares.std(axis=0, ddof=1) / shares.mean(axis=0)
+    assert variation.mean() < 0.1, f"{variation.mean():.3f}"
+    assert shares.mean(axis=0).std() > 2 * shares.std(axis=0).mean(), "layers differ more"
 
 
 def test_lazyllm_is_further_from_dense_without_its_cache_of_hidden_rows(
