@@ -69,6 +69,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_calibrations_of_other_modules() -> Iterator[None]:
+    """Forget what a module's tests have calibrated: tiny models are the same everywhere."""
+    yield
+    shutil.rmtree(cache_folder() / "calibrations", ignore_errors=True)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None

@@ -8,7 +8,7 @@ from tiny_checkpoints import write_tiny
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
 from midfill.llm import LLM
-from midfill.methods.calibration_store import calibration_path, read, shipped_path
+from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_prefill.minference import (
     CANDIDATES,
@@ -35,7 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_search_is_asked_for_and_its_result_used(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     model = ServedModel(config=checkpoint.config, digest=model_digest(checkpoint))
-    calibration_path(NAME, model.digest).unlink(missing_ok=True)  # other tests search this model
     with pytest.raises(InvalidRequestError, match="midfill methods calibrate minference"):
         MInference().for_model(model)
     table = read(calibrate(SEARCH, checkpoint))
