@@ -2,7 +2,7 @@
 
 Queries are rounded to int8, with a scale per query, and weights too, with a scale per 32 keys. So
 products are of integers, four or eight times as many per instruction as in float32, and entries
-needn't be converted. The rounding of both is a tenth of the entries' own.
+needn't be converted. Beside the entries' own rounding, that of both doesn't show.
 """
 
 import numpy as np
