@@ -1,4 +1,4 @@
-"""The array types that several packages exchange, and what they all ask of tokens."""
+"""Names for the array types that several packages exchange."""
 
 from typing import Any
 
@@ -14,10 +14,3 @@ Float64Array = npt.NDArray[np.float64]
 RunnerArray = Any
 """An array of a runner's own type, where the runner keeps it: NumPy's, or a tensor of torch. Like
 NumPy's it has a shape and is indexed with numbers, slices and int64 arrays."""
-
-
-def common_prefix(a: Int32Array, b: Int32Array) -> int:
-    """Return how many leading tokens two arrays, [n] and [m] int32, have in common."""
-    span = min(len(a), len(b))
-    differs = a[:span] != b[:span]
-    return int(differs.argmax()) if differs.any() else span

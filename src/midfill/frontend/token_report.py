@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from midfill.arrays import common_prefix
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, Role, in_psm_order
 from midfill.models.tokens.layout_encoder import LayoutEncoder
@@ -162,9 +161,15 @@ class PrefixHistory:
         """
         ids = np.array(token_ids, dtype=np.int32)
         earlier = (held for owner, held in self._prompts if owner == tenant)
-        matched = max((common_prefix(ids, held) for held in earlier), default=0)
+        matched = max((_common_prefix(ids, held) for held in earlier), default=0)
         self._prompts.append((tenant, ids))
         self._tokens += len(ids)
         while len(self._prompts) > self._max_prompts or self._tokens > self._max_tokens:
             self._tokens -= len(self._prompts.popleft()[1])
         return min(matched, len(ids) - 1)
+
+
+def _common_prefix(ids: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    length = min(len(ids), len(other))
+    differs = ids[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length

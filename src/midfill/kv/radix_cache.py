@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.arrays import Int32Array, common_prefix
+from midfill.arrays import Int32Array
 
 _EMPTY: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -393,7 +393,7 @@ class RadixCache:
             common = len(node.tokens)
             # Most nodes on a path match whole, which bytes tell several times faster than NumPy.
             if not data.startswith(node.tokens.tobytes(), done * tokens.itemsize):
-                common = common_prefix(node.tokens, tokens[done:])
+                common = _common_prefix(node.tokens, tokens[done:])
             done += common
             if common < len(node.tokens):
                 break
@@ -453,6 +453,14 @@ class RadixCache:
 
 def _tenant_of(root: CacheRoot) -> str:
     return root if isinstance(root, str) else root.tenant
+
+
+def _common_prefix(a: Int32Array, b: Int32Array) -> int:
+    """Return how many leading tokens two arrays have in common."""
+    span = min(len(a), len(b))
+    differs = a[:span] != b[:span]
+    first = int(differs.argmax()) if span else 0
+    return first if span and differs[first] else span
 
 
 def _head(array: Int32Array, length: int) -> Int32Array:

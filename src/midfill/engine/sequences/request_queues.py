@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from midfill.arrays import Int32Array, common_prefix
+from midfill.arrays import Int32Array
 from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.scheduling.policies.deficit_round_robin import DeficitRoundRobin
 from midfill.engine.scheduling.scheduler import RunningSequence, ScheduleState, WaitingSequence
@@ -265,7 +265,10 @@ class _QueueCacheView:
         a, b = self._sequences[first], self._sequences[second]
         if a.cache_root != b.cache_root or b.method.is_private:
             return 0
-        common = common_prefix(a.tokens[: len(a.matchable_tokens)], b.tokens)
+        span = min(len(a.matchable_tokens), b.length)
+        differs = a.tokens[:span] != b.tokens[:span]
+        position = int(differs.argmax()) if span else 0
+        common = position if span and differs[position] else span
         return len(a.cache_keys(common))
 
     def released_by(self, victims: SequenceOf[int]) -> int:
