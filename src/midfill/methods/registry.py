@@ -17,6 +17,7 @@ OFF = "none"
 
 KINDS = {
     "evict": "keeps a part of each prompt's KV while its answer is written",
+    "quantize": "keeps each prompt's KV at few bits while its answer is written",
     "prefill": "computes a part of a prompt's attention",
     "reuse": "takes KV of text that has moved from where it stood",
     "rows": "drops tokens of a prompt between two layers",

@@ -40,7 +40,8 @@ def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Floa
         head: KV head ``layer * kv_heads + head``.
 
     Returns:
-        float32 [query heads of the KV head, rows, n]; see ``window_attention``.
+        float32 [query heads of the KV head, rows, n]; see ``window_attention``. The first of the n
+        keys are the quantised ones.
     """
     config = keys.config
     group = config.query_heads // config.kv_heads

@@ -240,9 +240,10 @@ def choose_variants(
         InvalidRequestError: there is no such method or option, or a value doesn't fit.
         MidfillError: the list names nothing.
     """
-    specifications = methods_of("evict") if methods is None else split_specifications(methods)
+    every = [*methods_of("evict"), *methods_of("quantize")]
+    specifications = every if methods is None else split_specifications(methods)
     if not specifications:
-        raise OptionError(f"--methods names nothing; there are {', '.join(methods_of('evict'))}")
+        raise OptionError(f"--methods names nothing; there are {', '.join(every)}")
     variants = [
         variant for text in specifications for variant in _at_budgets(text, sorted(budgets)[::-1])
     ]

@@ -1,0 +1,78 @@
+"""Round-to-nearest quantisers that methods are made of, and what all of them need of a model."""
+
+import numpy as np
+
+from midfill.arrays import Float32Array
+from midfill.errors import InvalidRequestError
+from midfill.kv.quantized import Float16Array, QuantizedVectors, UInt8Array
+from midfill.methods.evict.streaming_heads import refuse_windows
+from midfill.methods.served_model import ServedModel
+
+_TINY = np.float32(2.0**-24)
+"""The smallest float16: the scale of what doesn't vary."""
+_LARGEST = np.float32(65504.0)
+
+
+def refuse_unsuitable(name: str, model: ServedModel) -> None:
+    """Refuse a model whose keys can't be kept as quantised blocks.
+
+    Args:
+        name: of the method, for the message.
+        model: the model.
+
+    Raises:
+        InvalidRequestError: some layers have a sliding window, or its KV cache is quantised itself.
+    """
+    refuse_windows(name, model.config)
+    if model.kv_cache_dtype in ("i8", "i4"):
+        raise InvalidRequestError(
+            f"{name} quantises keys itself and needs a KV cache of f16, bf16 or f32, not"
+            f" {model.kv_cache_dtype} (--kv-cache-dtype)",
+            param="method",
+        )
+
+
+def quantize_channels(vectors: Float32Array, bits: int) -> QuantizedVectors:
+    """Quantise each channel over all vectors, from its smallest to its largest number.
+
+    Args:
+        vectors: float32 [n, head_dim], n > 0.
+        bits: per number.
+    """
+    low, scale = _range(vectors, 0, bits)
+    codes = _codes(vectors, low, scale, bits)
+    return QuantizedVectors(codes, bits, channel_scale=scale[0], channel_zero=low[0])
+
+
+def quantize_tokens(vectors: Float32Array, bits: int, groups: int = 1) -> QuantizedVectors:
+    """Quantise each vector, in groups of channels, from its smallest to its largest number.
+
+    Args:
+        vectors: float32 [n, head_dim].
+        bits: per number.
+        groups: of as many channels each; head_dim / groups is a multiple of 16.
+    """
+    count, dim = vectors.shape
+    grouped = vectors.reshape(count, groups, dim // groups)
+    low, scale = _range(grouped, 2, bits)
+    codes = _codes(grouped, low, scale, bits).reshape(count, dim)
+    return QuantizedVectors(codes, bits, token_terms=np.concatenate((scale, low), axis=2))
+
+
+def _range(numbers: Float32Array, axis: int, bits: int) -> tuple[Float16Array, Float16Array]:
+    """Return the smallest number and the step between codes along an axis, which is kept."""
+    low, high = (
+        np.clip(extreme, -_LARGEST, _LARGEST)
+        for extreme in (numbers.min(axis, keepdims=True), numbers.max(axis, keepdims=True))
+    )
+    rounded = low.astype(np.float16)
+    # From the rounded zero on, so that the largest number keeps a code of its own.
+    span = high - rounded.astype(np.float32)
+    scale = np.clip(span / np.float32(2**bits - 1), _TINY, _LARGEST)
+    return rounded, scale.astype(np.float16)
+
+
+def _codes(numbers: Float32Array, low: Float16Array, scale: Float16Array, bits: int) -> UInt8Array:
+    """Return the codes of numbers, given the ranges that they lie in."""
+    steps = (numbers - low.astype(np.float32)) / scale.astype(np.float32)
+    return np.clip(np.rint(steps), 0, 2**bits - 1).astype(np.uint8)
