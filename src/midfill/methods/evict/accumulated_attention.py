@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Self
 
 import numpy as np
 
@@ -96,9 +97,7 @@ class AccumulatedAttention:
     digests: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def recall(
-        cls, memory: ObservationMemory, tokens: Int32Array, tenant: str
-    ) -> "tuple[int, AccumulatedAttention]":
+    def recall(cls, memory: ObservationMemory, tokens: Int32Array, tenant: str) -> tuple[int, Self]:
         """Return how many of a prompt's rows the memory knows, and what its keys have from them.
 
         Args:
@@ -123,7 +122,11 @@ class AccumulatedAttention:
         self.add(keys, queries)
         if self.digests:
             block = int(keys.counts[0]) // BLOCK - 1
-            self.memory.remember(self.digests[block], self.scores)
+            self.memory.remember(self.digests[block], self.remembered())
+
+    def remembered(self) -> list[Float32Array]:
+        """Return what ``recall`` begins with where a later prompt has the same beginning."""
+        return self.scores
 
     def add(self, keys: SequenceKeys, queries: Float32Array) -> None:
         """Add the attention of further rows, the last ones of the keys.
