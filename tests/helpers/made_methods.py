@@ -60,7 +60,7 @@ _SMALL = {
     "duoattention": "sinks=4,recent=32,interval=16",
     "minicache": "first=1,recent=40,interval=16",
     "mikv": "ratio=0.3,low=4,interval=16",
-    "gear": "bits=4,block=32,buffer=16",
+    "gear": "block=32,buffer=16",
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
