@@ -9,8 +9,9 @@ from midfill_lab.bench.methods.results import Variant, choose_variants, parse_bu
 
 def test_every_method_there_is_gets_its_rows() -> None:
     variants = choose_variants(None, (0.25, 0.5))
-    assert {one.method for one in variants} == set(methods_of("evict"))
-    for name in methods_of("evict"):
+    every = [*methods_of("evict"), *methods_of("quantize")]
+    assert {one.method for one in variants} == set(every)
+    for name in every:
         budgets = [one.budget for one in variants if one.method == name]
         assert budgets == ([0.5, 0.25] if "budget" in METHODS[name].options() else [None])
 

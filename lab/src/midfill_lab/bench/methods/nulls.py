@@ -8,9 +8,10 @@ explain why one of them finds more.
 
 KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
 one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
+Those of methods that quantise are in ``fewer_bits``.
 
-Every null keeps exactly as many cells as its method, but for "no mean key", which keeps a cell
-less per streaming head. Random choices follow from the prompt alone.
+Every null of eviction keeps exactly as many cells as its method, but for "no mean key", which keeps
+a cell less per streaming head. Random choices follow from the prompt alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from midfill.methods.method import ModelSpecific
 from midfill.methods.registry import parse_name, resolve_method
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
+from midfill_lab.bench.methods import fewer_bits
 from midfill_lab.bench.methods.spending import (
     DrawnMethod,
     EvenKeys,
@@ -308,6 +310,11 @@ def _merger_of(found: _Prepared) -> KVMerger:
     return found.settings
 
 
+def _changed(change: Callable[[object], CompressionMethod]) -> Null:
+    """Return the null that a change of a method's hyper-parameters makes."""
+    return lambda found: change(found.settings)
+
+
 _POSITIONS: Mapping[str, Null] = {"at random": _random, "evenly": _even}
 _KEYS: Mapping[str, Null] = {**_POSITIONS, "plain score": _plain}
 _SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
@@ -351,6 +358,13 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         **_KEYS,
         "plain average": _plain_average,
         "upper layer alone": _upper_layer,
+    },
+    "kivi": {"keys per token": _changed(fewer_bits.keys_per_token)},
+    "zipcache": {
+        "random split": _changed(fewer_bits.random_split),
+        "accumulated score": _changed(fewer_bits.accumulated_attention),
+        "uniform bits": _changed(fewer_bits.uniform_bits),
+        "uniform bits per token": _changed(fewer_bits.uniform_bits_per_token),
     },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block
