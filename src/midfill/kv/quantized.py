@@ -36,6 +36,7 @@ BLOCK_FIELDS = STREAMS + 2 * STREAM_FIELDS
 CHANNEL_SCALE, CHANNEL_ZERO = 1, 2
 """Bits of ``CHANNELS``."""
 
+MAX_RANK = 16
 MAX_OUTLIER_PLACES = 1 << 16
 """An outlier's place, token * head_dim + channel, has 16 bits."""
 BITS_PER_CODE = (1, 2, 3, 4, 8)
@@ -109,10 +110,13 @@ class QuantizedVectors:
         """Return the stream's bytes: terms of channels, of tokens, codes, outliers.
 
         Raises:
-            ValueError: codes have another width than there is, or too many places for outliers.
+            ValueError: codes have another width than there is, the rank is above 16, or there are
+                too many places for outliers.
         """
         if self.bits not in BITS_PER_CODE:
             raise ValueError(f"codes of {self.bits} bits; there are {BITS_PER_CODE}")
+        if self.basis is not None and len(self.basis) > MAX_RANK:
+            raise ValueError(f"a rank of {len(self.basis)}; the highest is {MAX_RANK}")
         if self.outliers is not None and self.codes.size > MAX_OUTLIER_PLACES:
             raise ValueError("blocks with outliers have at most 65,536 numbers")
         before = (

@@ -1,0 +1,412 @@
+"""Quantised blocks (``kv.quantized``), decoded 256 keys at a time to entries that kernels can read.
+
+What a block holds is copied from its cells piece by piece, since these may lie anywhere; its codes
+become numbers, and these are rounded as the KV cache rounds. From there on a segment of quantised
+keys is one like any other.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.np.arrayobj import populate_array
+
+from midfill.kernels.cpu.attention_parts import QuantizedTable
+from midfill.kernels.cpu.halves import load_halves
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
+from midfill.kernels.cpu.kv_cache import KVArray, KVCache, load_entry, store_entry
+from midfill.kernels.cpu.memory import Float32Array, Int32Array
+from midfill.kernels.cpu.segment_rows import SEGMENT
+from midfill.kernels.cpu.simd import (
+    F32_VECTOR,
+    I8,
+    I16,
+    I32,
+    I32_VECTOR,
+    LANES,
+    broadcast,
+    f32x16,
+    fma,
+    load,
+    load_unaligned,
+    splat,
+    store,
+)
+from midfill.kv.quantized import (
+    BITS,
+    BLOCK_FIELDS,
+    BYTES_AT,
+    CELLS_AT,
+    CHANNEL_SCALE,
+    CHANNEL_ZERO,
+    CHANNELS,
+    GROUPS,
+    MAX_RANK,
+    OUTLIERS,
+    RANK,
+    STREAM_FIELDS,
+    STREAMS,
+    TOKENS,
+)
+
+_HALF = 2
+"""Bytes of a float16."""
+
+
+class QuantizedScratch(NamedTuple):
+    """A thread's memory for decoding a segment.
+
+    Attributes:
+        entries: float32 [2 * 256 * head_dim], room for keys and values as the cache stores them.
+        raw: float32 [256 * head_dim + 16], bytes of a block as they are copied.
+        channels: float32 [2 * head_dim], scales and zeros of channels.
+        basis: float32 [MAX_RANK * head_dim].
+        tokens: float32 [256 * head_dim / 8], scales and zeros of tokens.
+        coefficients: float32 [256 * MAX_RANK].
+    """
+
+    entries: Float32Array
+    raw: Float32Array
+    channels: Float32Array
+    basis: Float32Array
+    tokens: Float32Array
+    coefficients: Float32Array
+
+
+def quantized_scratch_size(head_dim: int) -> int:
+    """Return how many float32 a thread needs."""
+    numbers = SEGMENT * head_dim
+    ranks = MAX_RANK * (head_dim + SEGMENT)
+    return 3 * numbers + LANES + 2 * head_dim + numbers // 8 + ranks
+
+
+@kernel
+def cut_quantized(scratch: Float32Array, head_dim: int) -> tuple[QuantizedScratch, Float32Array]:
+    """Cut a thread's memory into its parts; return what is left of it, too."""
+    numbers = SEGMENT * head_dim
+    entries, rest = scratch[: 2 * numbers], scratch[2 * numbers :]
+    raw, rest = rest[: numbers + LANES], rest[numbers + LANES :]
+    channels, rest = rest[: 2 * head_dim], rest[2 * head_dim :]
+    basis, rest = rest[: MAX_RANK * head_dim], rest[MAX_RANK * head_dim :]
+    tokens, rest = rest[: numbers // 8], rest[numbers // 8 :]
+    coefficients, rest = rest[: SEGMENT * MAX_RANK], rest[SEGMENT * MAX_RANK :]
+    return QuantizedScratch(entries, raw, channels, basis, tokens, coefficients), rest
+
+
+# ---- generated code --------------------------------------------------------------------------
+
+
+def _byte_pointer(context: Any, builder: ir.IRBuilder, kind: Any, array: Any, at: Any) -> Any:
+    """Return a pointer to byte ``at`` of an array of any type."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, I8.as_pointer()), [at])
+
+
+@generated(types.void, OWN, INDEX, OWN, INDEX, INDEX)
+def _copy_bytes(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+    """Copy ``count`` bytes from byte ``at`` of an array to byte ``to`` of another.
+
+    Arguments: (array, at, other, to, count).
+    """
+    array, at, other, to, count = arguments
+    source = _byte_pointer(context, builder, kinds[0], array, at)
+    target = _byte_pointer(context, builder, kinds[2], other, to)
+    cgutils.raw_memcpy(builder, target, source, count, 1)
+
+
+@generated(f32x16, OWN, INDEX)
+def _load_halves(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
+    """Load 16 float16 from byte ``at`` of an array, as float32."""
+    return load_halves(context, builder, _byte_pointer(context, builder, kinds[0], array, at))
+
+
+@generated(types.intp, OWN, INDEX)
+def _load_place(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
+    """Load a uint16 from byte ``at`` of an array."""
+    pointer = _byte_pointer(context, builder, kinds[0], array, at)
+    place = builder.load(builder.bitcast(pointer, I16.as_pointer()))
+    place.align = 1
+    return builder.zext(place, context.get_value_type(types.intp))
+
+
+def _codes_of(width: int) -> Any:
+    """Return a function that loads 16 codes of 1, 2, 4 or 8 bits as float32."""
+
+    def load_codes(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
+        pointer = _byte_pointer(context, builder, kinds[0], array, at)
+        if width == 8:
+            codes = load_unaligned(builder, pointer, ir.VectorType(I8, LANES))
+            return builder.sitofp(builder.zext(codes, I32_VECTOR), F32_VECTOR)
+        word = I16 if width == 1 else I32
+        words = []
+        for number in range(2 if width == 4 else 1):
+            place = builder.gep(builder.bitcast(pointer, word.as_pointer()), [I32(number)])
+            loaded = builder.load(place)
+            loaded.align = 1
+            words.append(broadcast(builder, builder.zext(loaded, I32) if width == 1 else loaded))
+        spread = words[0]
+        if width == 4:
+            lanes = [lane if lane < LANES // 2 else LANES + lane for lane in range(LANES)]
+            spread = builder.shuffle_vector(words[0], words[1], ir.Constant(I32_VECTOR, lanes))
+        shifts = [lane * width % 32 for lane in range(LANES)]
+        shifted = builder.lshr(spread, ir.Constant(I32_VECTOR, shifts))
+        mask = ir.Constant(I32_VECTOR, [(1 << width) - 1] * LANES)
+        return builder.sitofp(builder.and_(shifted, mask), F32_VECTOR)
+
+    return generated(f32x16, OWN, INDEX)(load_codes)
+
+
+_load_codes1, _load_codes2, _load_codes4, _load_codes8 = map(_codes_of, (1, 2, 4, 8))
+
+
+@generated(OWN, OWN, OWN)
+def entries_in(context: Any, builder: Any, kinds: Any, scratch: Any, entries: Any) -> Any:
+    """Return the memory of float32 ``scratch`` as an array like ``entries``, of its length."""
+    source = context.make_array(kinds[0])(context, builder, scratch)
+    like = context.make_array(kinds[1])(context, builder, entries)
+    found = context.make_array(kinds[1])(context, builder)
+    populate_array(
+        found,
+        data=builder.bitcast(source.data, like.data.type),
+        shape=cgutils.unpack_tuple(builder, source.shape),
+        strides=cgutils.unpack_tuple(builder, like.strides),
+        itemsize=like.itemsize,
+        meminfo=None,
+    )
+    return found._getvalue()
+
+
+# ---- decoding --------------------------------------------------------------------------------
+
+
+@kernel
+def _copy(
+    cache: KVCache, cells: Int32Array, half_bytes: int, at: int, count: int, raw: Float32Array,
+    to: int,
+) -> None:  # fmt: skip
+    """Copy ``count`` bytes of a block, from byte ``at`` on, to byte ``to`` of ``raw``.
+
+    Args:
+        cache: holds them.
+        cells: int32, the block's.
+        half_bytes: of a cell's K, and of its V.
+        at, count, raw, to: see above.
+    """
+    end = at + count
+    while at < end:
+        half, inside = at // half_bytes, at % half_bytes
+        size = min(half_bytes - inside, end - at)
+        place = int(cells[half // 2]) * half_bytes + inside
+        if half % 2 == 0:
+            _copy_bytes(cache.keys, place, raw, to, size)
+        else:
+            _copy_bytes(cache.values, place, raw, to, size)
+        at += size
+        to += size
+
+
+@kernel
+def _copy_halves(
+    cache: KVCache, cells: Int32Array, half_bytes: int, at: int, count: int, raw: Float32Array,
+    out: Float32Array, to: int,
+) -> None:  # fmt: skip
+    """Write ``count`` float16 of a block, from byte ``at`` on, to out[to:] in whole vectors."""
+    _copy(cache, cells, half_bytes, at, count * _HALF, raw, 0)
+    for i in range(0, count, LANES):
+        store(out, to + i, _load_halves(raw, i * _HALF))
+
+
+@inlined_kernel
+def _load_codes(raw: Float32Array, bits: int, number: int, plane: int) -> Any:
+    """Load 16 codes from number ``number`` on; the second plane of three bits is at ``plane``."""
+    if bits == 4:
+        return _load_codes4(raw, number // 2)
+    if bits == 2:
+        return _load_codes2(raw, number // 4)
+    if bits == 3:
+        high = _load_codes1(raw, plane + number // 8)
+        return fma(high, splat(np.float32(4.0)), _load_codes2(raw, number // 4))
+    if bits == 8:
+        return _load_codes8(raw, number)
+    return _load_codes1(raw, number // 8)
+
+
+@kernel
+def _fill(out: Float32Array, first: int, end: int, value: float) -> None:
+    for i in range(first, end, LANES):
+        store(out, i, splat(np.float32(value)))
+
+
+@kernel
+def _load_terms(
+    cache: KVCache, cells: Int32Array, half_bytes: int, fields: Int32Array, tokens: int,
+    first: int, count: int, dim: int, memory: QuantizedScratch,
+) -> int:  # fmt: skip
+    """Load the terms of a stream's channels and of ``count`` of its tokens, from ``first`` on.
+
+    Returns:
+        The byte of the block at which the stream's codes start.
+    """
+    at = int(fields[BYTES_AT])
+    raw, channels, rank, groups = memory.raw, fields[CHANNELS], fields[RANK], fields[GROUPS]
+    _fill(memory.channels, 0, dim, 1.0)
+    _fill(memory.channels, dim, 2 * dim, 0.0)
+    if channels & CHANNEL_SCALE:
+        _copy_halves(cache, cells, half_bytes, at, dim, raw, memory.channels, 0)
+        at += dim * _HALF
+    if channels & CHANNEL_ZERO:
+        _copy_halves(cache, cells, half_bytes, at, dim, raw, memory.channels, dim)
+        at += dim * _HALF
+    if rank > 0:
+        _copy_halves(cache, cells, half_bytes, at, rank * dim, raw, memory.basis, 0)
+        at += rank * dim * _HALF
+    if groups > 0:
+        width = 2 * groups
+        start = at + first * width * _HALF
+        _copy_halves(cache, cells, half_bytes, start, count * width, raw, memory.tokens, 0)
+        at += tokens * width * _HALF
+    if rank > 0:
+        start = at + first * rank * _HALF
+        _copy_halves(cache, cells, half_bytes, start, count * rank, raw, memory.coefficients, 0)
+        at += tokens * rank * _HALF
+    return at
+
+
+@kernel
+def _decode_codes(
+    bits: int, groups: int, rank: int, count: int, dim: int, plane: int, memory: QuantizedScratch,
+    out: KVArray, to: int,
+) -> None:  # fmt: skip
+    """Write ``count`` vectors, whose codes and terms are in ``memory``, to entries from ``to`` on.
+
+    ``plane`` is the byte of the codes' second plane.
+    """
+    group_size = dim // max(groups, 1)
+    for token in range(count):
+        scale, zero = splat(np.float32(1.0)), splat(np.float32(0.0))
+        for d in range(0, dim, LANES):
+            number = token * dim + d
+            if groups > 0 and d % group_size == 0:
+                term = 2 * (token * groups + d // group_size)
+                scale, zero = splat(memory.tokens[term]), splat(memory.tokens[term + 1])
+            x = _load_codes(memory.raw, bits, number, plane)
+            if groups > 0:
+                x = fma(x, scale, zero)
+            x = fma(x, load(memory.channels, d), load(memory.channels, dim + d))
+            for j in range(rank):
+                x = fma(
+                    splat(memory.coefficients[token * rank + j]), load(memory.basis, j * dim + d), x
+                )
+            store_entry(out, (to + token) * dim + d, x)
+
+
+@kernel
+def _place_outliers(
+    cache: KVCache, cells: Int32Array, half_bytes: int, at: int, outliers: int, first: int,
+    count: int, dim: int, memory: QuantizedScratch, out: KVArray, to: int,
+) -> None:  # fmt: skip
+    """Put outliers in their places, those of ``count`` tokens from ``first`` on.
+
+    Args:
+        at: byte of the block at which their places start.
+        outliers: how many the block has.
+        cache, cells, half_bytes, first, count, dim, memory, out, to: see ``_decode_stream``.
+    """
+    low, high = 0, outliers
+    while low < high:  # the first one that is of these tokens
+        middle = (low + high) // 2
+        _copy(cache, cells, half_bytes, at + middle * _HALF, _HALF, memory.raw, 0)
+        if _load_place(memory.raw, 0) < first * dim:
+            low = middle + 1
+        else:
+            high = middle
+    values_at = at + outliers * _HALF
+    number = low
+    while number < outliers:
+        _copy(cache, cells, half_bytes, at + number * _HALF, _HALF, memory.raw, 0)
+        place = _load_place(memory.raw, 0) - first * dim
+        if place >= count * dim:
+            return
+        _copy_halves(
+            cache, cells, half_bytes, values_at + number * _HALF, 1, memory.raw, memory.raw, LANES
+        )
+        # Entries may be of any format, so the vector that it is in is written anew.
+        lane = place % LANES
+        vector = to * dim + place - lane
+        store(memory.raw, 2 * LANES, load_entry(out, vector))
+        memory.raw[2 * LANES + lane] = memory.raw[LANES]
+        store_entry(out, vector, load(memory.raw, 2 * LANES))
+        number += 1
+
+
+@kernel
+def _decode_stream(
+    cache: KVCache, cells: Int32Array, fields: Int32Array, tokens: int, first: int, count: int,
+    dim: int, memory: QuantizedScratch, out: KVArray, to: int,
+) -> None:  # fmt: skip
+    """Write the vectors of ``count`` tokens of a stream, from ``first`` on, to entries from ``to``.
+
+    Args:
+        cache: holds the block.
+        cells: int32, the block's.
+        fields: int32, of the stream.
+        tokens: of the block.
+        first, count: see above; at most 256.
+        dim: elements of a vector.
+        memory: of this thread.
+        out: entries.
+        to: number of the first entry.
+    """
+    half_bytes = dim * cache.keys.itemsize
+    at = _load_terms(cache, cells, half_bytes, fields, tokens, first, count, dim, memory)
+    bits, plane = int(fields[BITS]), 0
+    width = 2 if bits == 3 else bits
+    size = count * dim * width // 8
+    _copy(cache, cells, half_bytes, at + first * dim * width // 8, size, memory.raw, 0)
+    at += tokens * dim * width // 8
+    if bits == 3:
+        plane = size
+        _copy(cache, cells, half_bytes, at + first * dim // 8, count * dim // 8, memory.raw, plane)
+        at += tokens * dim // 8
+    _decode_codes(bits, fields[GROUPS], fields[RANK], count, dim, plane, memory, out, to)
+    if fields[OUTLIERS] > 0:
+        _place_outliers(
+            cache, cells, half_bytes, at, int(fields[OUTLIERS]), first, count, dim, memory, out, to
+        )
+
+
+@kernel
+def decode_segment(
+    cache: KVCache, blocks: QuantizedTable, first_block: int, end_block: int, start: int,
+    count: int, dim: int, memory: QuantizedScratch, keys: KVArray, values: KVArray,
+) -> None:  # fmt: skip
+    """Write what ``count`` quantised keys of a head stand for, and their values, to entries.
+
+    Args:
+        cache: holds the blocks.
+        blocks: of the batch.
+        first_block, end_block: the head's.
+        start: number of the first key among the head's quantised ones.
+        count: at most 256.
+        dim: elements of a key.
+        memory: of this thread.
+        keys, values: ``count`` entries each, written from the first on.
+    """
+    before = 0
+    for block in range(first_block, end_block):
+        at = block * BLOCK_FIELDS
+        tokens = int(blocks.table[at + TOKENS])
+        first, end = max(start, before), min(start + count, before + tokens)
+        if first < end:
+            cells = blocks.cells[blocks.table[at + CELLS_AT] :]
+            fields = blocks.table[at + STREAMS :]
+            taken, to = first - before, first - start
+            _decode_stream(cache, cells, fields, tokens, taken, end - first, dim, memory, keys, to)
+            _decode_stream(
+                cache, cells, fields[STREAM_FIELDS:], tokens, taken, end - first, dim, memory,
+                values, to,
+            )  # fmt: skip
+        before += tokens
