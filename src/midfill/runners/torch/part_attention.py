@@ -313,7 +313,7 @@ def _prepare_cells(index: RaggedIndex, kv_heads: int, device: torch.device) -> P
     for target, array in zip(padded, arrays, strict=True):
         for row, (start, count) in enumerate(zip(index.indptr, counts, strict=False)):
             target[row, :count] = array[start : start + count]
-    shape = (-1, kv_heads, index.most)
+    shape = (len(counts) // kv_heads, kv_heads, index.most)
     return PreparedCells(
         cells=torch.from_numpy(padded[0].reshape(shape)).to(device, torch.int64),
         kept=torch.from_numpy(counts.reshape(-1, kv_heads, 1)).to(device, torch.int64),
