@@ -1,4 +1,4 @@
-"""Every method of compression, on a tiny model: exact where it keeps all, equal under any load."""
+"""Every method in the engine, on a tiny model: exact where it keeps all, equal under any load."""
 
 import random
 from collections.abc import Iterator
@@ -17,8 +17,7 @@ from midfill.runners.cpu.runner import CpuRunner
 from serving import Answers, build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
-METHODS = [*methods_of("evict"), *methods_of("quantize")]
-each_method = pytest.mark.parametrize("name", METHODS)
+each_method = pytest.mark.parametrize("name", methods_of("evict"))
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +105,8 @@ def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str
         assert score.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_cache_dtype"),
-    [
-        (name, dtype)
-        for name in METHODS
-        for dtype in ("f16", "bf16", "i8")
-        if dtype != "i8" or name not in methods_of("quantize")
-    ],
-)
+@each_method
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8"])
 def test_rounded_keys_are_compressed_too(
     llama: Checkpoint, alone: Alone, name: str, kv_cache_dtype: KVCacheDtypeName
 ) -> None:

@@ -1,12 +1,17 @@
 """ZipCache: probes, saliency and classes against loops over single tokens; what blocks hold."""
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from fake_keys import CONFIG, DIM, GROUP, KV_HEADS, ArrayCells, fake_keys, fake_queries
 from fake_keys import naive_attention as naive_weights
+from tiny_checkpoints import VOCAB, write_variant
 
+from midfill.engine.engine import Engine
+from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.kv.quantized import QuantizedBlock, QuantizedBlocks, cell_arrays
 from midfill.methods.evict import accumulated_attention
@@ -20,8 +25,12 @@ from midfill.methods.quantize.quantizers import (
 )
 from midfill.methods.quantize.zipcache import SalientTokens, ZipCache
 from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from serving import build_engine, request, same, serve
 
 BLOCK = 64
+PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
 
 
 def text(tokens: int, seed: int = 0) -> np.ndarray:
@@ -398,3 +407,46 @@ def test_models_whose_keys_cannot_be_quantised_are_refused() -> None:
     windows = replace(CONFIG, sliding_window=64)
     with pytest.raises(InvalidRequestError, match="zipcache"):
         ZipCache().for_model(ServedModel(config=windows))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuRunner]:
+    checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+    runner = CpuRunner.load(checkpoint, slots=800, threads=1, weights="f32", kv_cache_dtype="f32")
+    yield runner
+    runner.close()
+
+
+def test_the_next_keystroke_finds_its_beginning_and_gets_the_same_bits(runner: CpuRunner) -> None:
+    tokens = random.Random(0).choices(range(1, VOCAB), k=200)
+    alone = {}
+    for count in (200, 180, 150):
+        one = build_engine(runner, method=ZipCache())
+        alone[count] = serve(one, [request("r", tokens[:count], PARAMS)])["r", 0]
+    one = build_engine(runner, method=ZipCache(), token_budget=50)
+    for count, tenant, cached in ((180, "a", 0), (200, "a", 128), (150, "a", 128), (150, "b", 0)):
+        found = serve(one, [request("r", tokens[:count], PARAMS, tenant)])["r", 0]
+        assert found.cached_tokens == cached
+        assert same(found, alone[count])
+
+
+def test_an_answer_is_quantised_window_by_window_and_may_end_inside_one(runner: CpuRunner) -> None:
+    held = []
+
+    def look(one: Engine) -> None:
+        for sequence in one._queues.running:
+            if sequence.kv is not None and sequence.kv.prefix is not None:
+                quantized = sequence.kv.prefix.index.quantized
+                assert quantized is not None
+                exact = np.diff(sequence.kv.prefix.index.indptr) + len(sequence.kv.slots)
+                held.append((int(quantized.counts[0]), int(exact[0])))
+
+    tokens = random.Random(0).choices(range(1, VOCAB), k=100)
+    engine = build_engine(runner, method=ZipCache(window=12))
+    found = serve(engine, [request("r", tokens, PARAMS)], after_step=look)["r", 0]
+    assert len(found.tokens) == 30
+    assert [quantized for quantized, _ in held[:-1:12]] == [100, 112, 124]
+    assert max(exact for _, exact in held) <= 13
+    whole = serve(build_engine(runner, method=ZipCache(window=0)), [request("r", tokens, PARAMS)])
+    assert whole["r", 0].logprobs[:12] == found.logprobs[:12]
+    assert whole["r", 0].logprobs != found.logprobs
