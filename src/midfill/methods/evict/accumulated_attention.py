@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Self
 
 import numpy as np
 
@@ -97,9 +98,7 @@ class AccumulatedAttention:
     digests: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def recall(
-        cls, memory: ObservationMemory, tokens: Int32Array, tenant: str
-    ) -> "tuple[int, AccumulatedAttention]":
+    def recall(cls, memory: ObservationMemory, tokens: Int32Array, tenant: str) -> tuple[int, Self]:
         """Return how many of a prompt's rows the memory knows, and what its keys have from them.
 
         Args:
@@ -127,7 +126,11 @@ class AccumulatedAttention:
         self.add(keys, queries, rows)
         if self.digests:
             block = int(keys.counts[0]) // BLOCK - 1
-            self.memory.remember(self.digests[block], self.scores)
+            self.memory.remember(self.digests[block], self.remembered())
+
+    def remembered(self) -> list[Float32Array]:
+        """Return what ``recall`` begins with where a later prompt has the same beginning."""
+        return self.scores
 
     def add(
         self, keys: SequenceKeys, queries: Float32Array, rows: Int32Array | None = None

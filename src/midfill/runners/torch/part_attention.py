@@ -313,6 +313,7 @@ def _prepare_cells(index: RaggedIndex, kv_heads: int, device: torch.device) -> P
     for target, array in zip(padded, arrays, strict=True):
         for row, (start, count) in enumerate(zip(index.indptr, counts, strict=False)):
             target[row, :count] = array[start : start + count]
+    # Heads may have no exact key, only quantised ones.
     shape = (len(counts) // kv_heads, kv_heads, index.most)
     return PreparedCells(
         cells=torch.from_numpy(padded[0].reshape(shape)).to(device, torch.int64),
