@@ -164,9 +164,11 @@ class ObservedAttention(AccumulatedAttention):
             self.memory, list(self.scores), largest_queries=self.largest_queries
         )
 
-    def add(self, keys: SequenceKeys, queries: Float32Array) -> None:
+    def add(
+        self, keys: SequenceKeys, queries: Float32Array, rows: Int32Array | None = None
+    ) -> None:
         """Add further rows; see ``AccumulatedAttention.add``."""
-        super().add(keys, queries)
+        super().add(keys, queries, rows)
         grouped = (keys.config.layers, -1, keys.config.kv_heads, *_group_shape(keys.config))
         largest = np.abs(queries).reshape(grouped).max(axis=(1, 3))
         largest = largest.reshape(keys.heads, keys.config.head_dim)

@@ -1,5 +1,7 @@
 """Round-to-nearest quantisers that methods are made of, and what all of them need of a model."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from midfill.arrays import Float32Array
@@ -57,6 +59,33 @@ def quantize_tokens(vectors: Float32Array, bits: int, groups: int = 1) -> Quanti
     low, scale = _range(grouped, 2, bits)
     codes = _codes(grouped, low, scale, bits).reshape(count, dim)
     return QuantizedVectors(codes, bits, token_terms=np.concatenate((scale, low), axis=2))
+
+
+def channel_magnitudes(vectors: Float32Array) -> Float16Array:
+    """Return the root of each channel's largest absolute number, 1 where all are 0: [head_dim].
+
+    Args:
+        vectors: float32 [n, head_dim], n > 0.
+    """
+    roots = np.sqrt(np.abs(vectors).max(axis=0)).astype(np.float16)
+    return np.where(roots > 0, roots, np.float16(1))
+
+
+def quantize_separable(
+    vectors: Float32Array, bits: int, magnitudes: Float16Array
+) -> QuantizedVectors:
+    """Quantise each vector once its channels are divided by their magnitudes.
+
+    ZipCache's channel-separable token-wise quantiser: a channel whose numbers are large doesn't
+    stretch the steps of all others.
+
+    Args:
+        vectors: float32 [n, head_dim].
+        bits: per number.
+        magnitudes: float16 [head_dim], above 0; see ``channel_magnitudes``.
+    """
+    divided = np.divide(vectors, magnitudes, dtype=np.float32)
+    return replace(quantize_tokens(divided, bits), channel_scale=magnitudes)
 
 
 def _range(numbers: Float32Array, axis: int, bits: int) -> tuple[Float16Array, Float16Array]:

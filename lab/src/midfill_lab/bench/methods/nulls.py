@@ -8,7 +8,7 @@ explain why one of them finds more.
 
 KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
 one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
-Those of MiKV and GEAR, which quantise, are in ``spent_bits``.
+Those of methods that quantise are in ``fewer_bits`` and ``spent_bits``.
 
 Every null of eviction keeps exactly as many cells as its method, but for "no mean key", which keeps
 a cell less per streaming head. Random choices follow from the prompt alone.
@@ -37,7 +37,7 @@ from midfill.methods.method import ModelSpecific
 from midfill.methods.registry import parse_name, resolve_method
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
-from midfill_lab.bench.methods import spent_bits
+from midfill_lab.bench.methods import fewer_bits, spent_bits
 from midfill_lab.bench.methods.spending import (
     DrawnMethod,
     EvenKeys,
@@ -376,6 +376,13 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         "uniform bits": _sized(spent_bits.uniform_bits),
         "eviction": _sized(spent_bits.eviction),
         "no balancer": _changed(spent_bits.no_balancer),
+    },
+    "kivi": {"keys per token": _changed(fewer_bits.keys_per_token)},
+    "zipcache": {
+        "random split": _changed(fewer_bits.random_split),
+        "accumulated score": _changed(fewer_bits.accumulated_attention),
+        "uniform bits": _changed(fewer_bits.uniform_bits),
+        "uniform bits per token": _changed(fewer_bits.uniform_bits_per_token),
     },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block

@@ -1,0 +1,154 @@
+"""ZipCache and KIVI on the default model: KL from full KV beside as many bytes spent otherwise.
+
+Texts are source files of installed libraries, whose next tokens are known. Differences are paired,
+text by text; -s shows all of it.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from forced_answers import ForcedAnswers
+
+from midfill.methods.evict.accumulated_attention import ObservationMemory
+from midfill.methods.method import Method
+from midfill.methods.quantize.kivi import Kivi
+from midfill.methods.quantize.zipcache import ZipCache
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
+from midfill.runners.cpu.runner import CpuRunner
+from midfill_lab.bench.methods.nulls import NULLS, make_null
+from midfill_lab.bench.methods.probes import Haystacks, names
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+
+TEXTS, TOKENS, ANSWER = 20, 512, 17
+STUDENT = 2.093
+"""97.5% quantile of Student's distribution with ``TEXTS`` - 1 degrees of freedom."""
+NEEDLES, NEEDLE_TOKENS = 5, 2000
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Answers under a method beside those with full KV, without their first tokens.
+
+    The first token sees the whole prompt under every method.
+
+    Attributes:
+        divergence: [texts], mean KL per token.
+        agreement: [texts], share of tokens at which the most likely token is the same.
+    """
+
+    divergence: np.ndarray
+    agreement: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_model(REGISTERED[DEFAULT_MODEL].path, resolve_adapter(DEFAULT_MODEL, None))
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoint: Checkpoint) -> Iterator[CpuRunner]:
+    runner = CpuRunner.load(checkpoint, slots=TEXTS * TOKENS + 3000, threads=1)
+    yield runner
+    runner.close()
+
+
+def methods(served: ServedModel) -> dict[str, Method]:
+    """What is compared; methods with the same probes share what these have observed."""
+    found: dict[str, Method] = {"zipcache": ZipCache()}
+    found |= {
+        f"zipcache, {title}": make_null("zipcache", title, served) for title in NULLS["zipcache"]
+    }
+    found |= {
+        "zipcache, uniform 4 bits": ZipCache(salient=1),
+        "zipcache, 8 bits": ZipCache(salient=1, high=8),
+        "kivi, 2 bits": Kivi(),
+        "kivi, 2 bits, keys per token": make_null("kivi", "keys per token", served),
+        "kivi, 4 bits": Kivi(bits=4),
+    }
+    memory = ObservationMemory()
+    for method in found.values():
+        if isinstance(method, ZipCache) and method.recent == ZipCache().recent:
+            vars(method)["memory"] = memory
+    return found
+
+
+@pytest.fixture(scope="module")
+def compared(checkpoint: Checkpoint, runner: CpuRunner) -> dict[str, Compared]:
+    named = methods(ServedModel(checkpoint.config))
+    answers = ForcedAnswers(runner, {"": None, **named})
+    haystacks = Haystacks(checkpoint.tokenizer.encode, seed=0)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
+    for number in range(TEXTS):
+        text = haystacks.hide(100 + number, TOKENS + 64, [])
+        asked = text[:TOKENS], text[TOKENS : TOKENS + ANSWER]
+        answers.logprobs("zipcache", *asked)  # computes the prompt, which is cached from here on
+        exact = answers.logprobs("", *asked)
+        for name in named:
+            other = answers.logprobs(name, *asked)
+            divergence = (np.exp(exact) * (exact - other)).sum(axis=1)
+            agreement = exact.argmax(axis=1) == other.argmax(axis=1)
+            found[name].append((divergence[1:].mean(), agreement[1:].mean()))
+    result = {name: Compared(*np.array(pairs).T) for name, pairs in found.items()}
+    print()
+    for name, one in result.items():
+        radius = interval(one.divergence)
+        print(f"{name:34} {one.divergence.mean():.4f} ±{radius:.4f}  {one.agreement.mean():.3f}")
+    return result
+
+
+def interval(numbers: np.ndarray) -> float:
+    """Return the half width of the 95% interval of a mean."""
+    return float(STUDENT * numbers.std(ddof=1) / np.sqrt(len(numbers)))
+
+
+def is_nearer(compared: dict[str, Compared], one: str, other: str) -> bool:
+    """Whether one is nearer to full KV by more than the interval of the mean difference."""
+    difference = compared[other].divergence - compared[one].divergence
+    print(f"\n{one} beside {other}: {-difference.mean():+.4f} ±{interval(difference):.4f}", end="")
+    return bool(difference.mean() > interval(difference))
+
+
+def test_zipcache_is_nearer_to_full_kv_than_its_nulls(compared: dict[str, Compared]) -> None:
+    nearer = {
+        title: is_nearer(compared, "zipcache", f"zipcache, {title}") for title in NULLS["zipcache"]
+    }
+    assert all(nearer.values()), nearer
+
+
+def test_8_bits_leave_the_most_likely_token(compared: dict[str, Compared]) -> None:
+    assert compared["zipcache, 8 bits"].agreement.mean() > 0.95
+    assert compared["zipcache, 8 bits"].divergence.mean() < 0.002
+
+
+def test_kivi_is_nearer_to_full_kv_than_keys_per_token(compared: dict[str, Compared]) -> None:
+    assert is_nearer(compared, "kivi, 2 bits", "kivi, 2 bits, keys per token")
+    assert is_nearer(compared, "kivi, 4 bits", "kivi, 2 bits")
+
+
+def test_needles_in_the_last_half_are_found(checkpoint: Checkpoint, runner: CpuRunner) -> None:
+    answers = ForcedAnswers(runner, {"": None, "zipcache": ZipCache()})
+    tokenizer, found = checkpoint.tokenizer, []
+    haystacks = Haystacks(tokenizer.encode, seed=0)
+    for number in range(NEEDLES):
+        rng = random.Random(number)
+        (name,), code = names(1, rng), rng.randrange(100_000, 1_000_000)
+        asked = tokenizer.encode_continuation(f"\n# The pass code of the {name} is")
+        needle = 0.55 + 0.4 * number / NEEDLES, f"# The pass code of the {name} is {code}.\n"
+        text = haystacks.hide(number, NEEDLE_TOKENS - len(asked), [needle])
+        answer = tokenizer.encode_continuation(f" {code}.\n")
+        pair = [answers.logprobs(one, [*text, *asked], answer)[1:] for one in ("zipcache", "")]
+        right = [(rows.argmax(axis=1) == answer[1:]).all() for rows in pair]
+        scores = [rows[np.arange(len(rows)), answer[1:]].mean() for rows in pair]
+        print(f"\n{needle[0]:.2f} {right} {scores[0]:.3f} {scores[1]:.3f}", end="")
+        found.append((*right, *scores))
+    own, full, score, exact = np.array(found, float).T
+    assert full.sum() >= 3, "the model itself finds some"
+    assert own.sum() >= full.sum() - 1
+    assert score.mean() > exact.mean() - 0.3
