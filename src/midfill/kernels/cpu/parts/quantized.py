@@ -11,12 +11,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 from midfill.kernels.cpu.attention_parts import QuantizedTable
 from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
-from midfill.kernels.cpu.jit import inlined_kernel, kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache, load_entry, store_entry
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.segment_rows import SEGMENT
@@ -60,7 +61,7 @@ class QuantizedScratch(NamedTuple):
     """A thread's memory for decoding a segment.
 
     Attributes:
-        entries: float32 [2 * 256 * head_dim], room for keys and values as the cache stores them.
+        entries: float32 [2 * 256 * head_dim], room for keys and values.
         raw: float32 [256 * head_dim + 16], bytes of a block as they are copied.
         channels: float32 [2 * head_dim], scales and zeros of channels.
         basis: float32 [MAX_RANK * head_dim].
@@ -162,21 +163,30 @@ def _codes_of(width: int) -> Any:
 _load_codes1, _load_codes2, _load_codes4, _load_codes8 = map(_codes_of, (1, 2, 4, 8))
 
 
-@generated(OWN, OWN, OWN)
-def entries_in(context: Any, builder: Any, kinds: Any, scratch: Any, entries: Any) -> Any:
-    """Return the memory of float32 ``scratch`` as an array like ``entries``, of its length."""
-    source = context.make_array(kinds[0])(context, builder, scratch)
-    like = context.make_array(kinds[1])(context, builder, entries)
-    found = context.make_array(kinds[1])(context, builder)
-    populate_array(
-        found,
-        data=builder.bitcast(source.data, like.data.type),
-        shape=cgutils.unpack_tuple(builder, source.shape),
-        strides=cgutils.unpack_tuple(builder, like.strides),
-        itemsize=like.itemsize,
-        meminfo=None,
-    )
-    return found._getvalue()
+@intrinsic
+def entries_in(typing_context: Any, scratch: Any, entries: Any) -> Any:
+    """Return scratch as what queries that were prepared for ``entries`` can be multiplied with.
+
+    Those for bfloat16 are rounded to pairs and need the like; all others take float32.
+    """
+    if entries.dtype != types.int16:
+        return scratch(scratch, entries), lambda _, __, ___, arguments: arguments[0]
+
+    def view(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source = context.make_array(scratch)(context, builder, arguments[0])
+        like = context.make_array(entries)(context, builder, arguments[1])
+        found = context.make_array(entries)(context, builder)
+        populate_array(
+            found,
+            data=builder.bitcast(source.data, like.data.type),
+            shape=cgutils.unpack_tuple(builder, source.shape),
+            strides=cgutils.unpack_tuple(builder, like.strides),
+            itemsize=like.itemsize,
+            meminfo=None,
+        )
+        return found._getvalue()
+
+    return entries(scratch, entries), view
 
 
 # ---- decoding --------------------------------------------------------------------------------
@@ -217,21 +227,6 @@ def _copy_halves(
     _copy(cache, cells, half_bytes, at, count * _HALF, raw, 0)
     for i in range(0, count, LANES):
         store(out, to + i, _load_halves(raw, i * _HALF))
-
-
-@inlined_kernel
-def _load_codes(raw: Float32Array, bits: int, number: int, plane: int) -> Any:
-    """Load 16 codes from number ``number`` on; the second plane of three bits is at ``plane``."""
-    if bits == 4:
-        return _load_codes4(raw, number // 2)
-    if bits == 2:
-        return _load_codes2(raw, number // 4)
-    if bits == 3:
-        high = _load_codes1(raw, plane + number // 8)
-        return fma(high, splat(np.float32(4.0)), _load_codes2(raw, number // 4))
-    if bits == 8:
-        return _load_codes8(raw, number)
-    return _load_codes1(raw, number // 8)
 
 
 @kernel
@@ -275,32 +270,52 @@ def _load_terms(
     return at
 
 
-@kernel
-def _decode_codes(
-    bits: int, groups: int, rank: int, count: int, dim: int, plane: int, memory: QuantizedScratch,
-    out: KVArray, to: int,
-) -> None:  # fmt: skip
-    """Write ``count`` vectors, whose codes and terms are in ``memory``, to entries from ``to`` on.
+@inlined_kernel
+def _load_codes3(raw: Float32Array, number: int, plane: int) -> Any:
+    high = _load_codes1(raw, plane + number // 8)
+    return fma(high, splat(np.float32(4.0)), _load_codes2(raw, number // 4))
 
-    ``plane`` is the byte of the codes' second plane.
-    """
-    group_size = dim // max(groups, 1)
-    for token in range(count):
-        scale, zero = splat(np.float32(1.0)), splat(np.float32(0.0))
+
+def _decoder(width: int) -> Any:
+    """Return a kernel that decodes codes of some bits."""
+    per_byte = 8 // width
+    load_codes = {1: _load_codes1, 2: _load_codes2, 4: _load_codes4, 8: _load_codes8}.get(width)
+
+    @inlined_kernel
+    def in_one_plane(raw: Float32Array, number: int, plane: int) -> Any:
+        return load_codes(raw, number // per_byte)
+
+    codes = _load_codes3 if width == 3 else in_one_plane
+
+    @kernel
+    def decode(
+        groups: int, rank: int, count: int, dim: int, plane: int, memory: QuantizedScratch,
+        out: KVArray, to: int,
+    ) -> None:  # fmt: skip
+        raw, tokens = memory.raw, memory.tokens
         for d in range(0, dim, LANES):
-            number = token * dim + d
-            if groups > 0 and d % group_size == 0:
-                term = 2 * (token * groups + d // group_size)
-                scale, zero = splat(memory.tokens[term]), splat(memory.tokens[term + 1])
-            x = _load_codes(memory.raw, bits, number, plane)
-            if groups > 0:
+            scale, zero = load(memory.channels, d), load(memory.channels, dim + d)
+            term = 2 * (d * groups // dim)
+            for token in range(count):
+                x = codes(raw, token * dim + d, plane)
+                if groups > 0:
+                    at = 2 * token * groups + term
+                    x = fma(x, splat(tokens[at]), splat(tokens[at + 1]))
                 x = fma(x, scale, zero)
-            x = fma(x, load(memory.channels, d), load(memory.channels, dim + d))
-            for j in range(rank):
-                x = fma(
-                    splat(memory.coefficients[token * rank + j]), load(memory.basis, j * dim + d), x
-                )
-            store_entry(out, (to + token) * dim + d, x)
+                for j in range(rank):
+                    share = splat(memory.coefficients[token * rank + j])
+                    x = fma(share, load(memory.basis, j * dim + d), x)
+                store_entry(out, (to + token) * dim + d, x)
+
+    return decode
+
+
+_decode_codes = kernel_by_number({width: _decoder(width) for width in (4, 2, 3, 8, 1)})
+"""Write ``count`` vectors, whose codes and terms are in ``memory``, to entries from ``to`` on.
+
+Arguments: (bits, groups, rank, count, dim, plane, memory, out, to), where ``plane`` is the byte of
+the codes' second plane.
+"""
 
 
 @kernel
