@@ -62,7 +62,7 @@ _SMALL = {
     "kivi": "bits=4,residual=32,group=16",
     "zipcache": "high=8,low=4,window=16",
     "mikv": "ratio=0.3,low=4,interval=16",
-    "gear": "bits=4,block=32,buffer=16",
+    "gear": "block=32,buffer=16",
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",

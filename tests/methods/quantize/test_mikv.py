@@ -1,5 +1,8 @@
 """MiKV: scores, tiers and codes against plain loops."""
 
+import random
+from pathlib import Path
+
 import numpy as np
 import pytest
 from mixed_keys import (
@@ -12,10 +15,15 @@ from mixed_keys import (
     bytes_per_head,
     made_queries,
 )
+from tiny_checkpoints import VOCAB, write_variant
 
+from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.methods.quantize.mikv import MiKV, MixedPrecision, balance
 from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from serving import build_engine, request, same, serve
 
 PROMPT, ANSWER = 120, 60
 
@@ -277,8 +285,8 @@ def test_answers_to_one_prompt_are_compressed_on_their_own() -> None:
     chosen = [one.select(longer.view(), made_queries(8)) for one in (compressor, other)]
     blocks = [one.quantized for one in chosen if one is not None and one.quantized is not None]
     assert len(blocks) == 2
-    for one, same in zip(*blocks, strict=True):
-        assert [block.data.tolist() for block in one] == [block.data.tolist() for block in same]
+    for one, twin in zip(*blocks, strict=True):
+        assert [block.data.tolist() for block in one] == [block.data.tolist() for block in twin]
 
 
 def test_what_was_observed_of_a_prompts_beginning_is_found_again() -> None:
@@ -307,6 +315,24 @@ def test_what_was_observed_of_a_prompts_beginning_is_found_again() -> None:
     assert alone.channel_scales is not None
     assert alone.channel_scales.tolist() == second.channel_scales.tolist()
     assert method.recall(tokens, "bob")[0] == 0
+
+
+def test_the_next_keystroke_finds_its_beginning_and_gets_the_same_bits(tmp_path: Path) -> None:
+    """Scores and balancer are those of a prompt that nobody knows, for each tenant by itself."""
+    checkpoint = open_checkpoint(write_variant("llama", tmp_path / "llama"))
+    runner = CpuRunner.load(checkpoint, slots=600, threads=1, weights="f32", kv_cache_dtype="f32")
+    params = EngineSamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+    text = random.Random(0).choices(range(1, VOCAB), k=200)
+    alone = {}
+    for tokens in (200, 180, 150):
+        one = build_engine(runner, method=MiKV(interval=8))
+        alone[tokens] = serve(one, [request("r", text[:tokens], params)])["r", 0]
+    one = build_engine(runner, method=MiKV(interval=8), token_budget=50)
+    for tokens, tenant, cached in ((180, "a", 0), (200, "a", 128), (150, "a", 128), (150, "b", 0)):
+        found = serve(one, [request("r", text[:tokens], params, tenant)])["r", 0]
+        assert found.cached_tokens == cached
+        assert same(found, alone[tokens])
+    runner.close()
 
 
 def test_channels_without_numbers_have_a_balancer_all_the_same() -> None:

@@ -64,7 +64,8 @@ class Gear(MethodDefaults):
     """The method's hyper-parameters.
 
     Attributes:
-        bits: per number of the backbone: 2, 3, 4 or 8; the paper's 2 and 4.
+        bits: per number of the backbone: 2, 3, 4 or 8; the paper's 4 with KCVT, 2 with KIVI's
+            grouping.
         rank: of the prompt's residuals; the released 4. 0 leaves them out.
         later_rank: of those of the answer's blocks; the released 2.
         outliers: share of a block's numbers that are stored as they are; the released 0.02. 0 is
@@ -75,7 +76,7 @@ class Gear(MethodDefaults):
             released 64 with KIVI's grouping, 20 with KCVT.
     """
 
-    bits: int = 2
+    bits: int = 4
     rank: int = 4
     later_rank: int = 2
     outliers: float = 0.02

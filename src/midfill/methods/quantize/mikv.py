@@ -215,7 +215,8 @@ class MixedPrecision:
             self.channel_scales = balance(keys, self.attention.largest_queries)
         # All heads hold equally many keys in each tier.
         exact, quantized = int(keys.counts[0]), int(keys.quantized_counts[0])
-        important = int(method.ratio * (exact + quantized)) - self.important
+        # 0.29 of 100 keys are 28.999999999999996.
+        important = int(method.ratio * (exact + quantized) + 1e-6) - self.important
         if exact <= important:
             return None
         high = [
@@ -246,8 +247,7 @@ class MixedPrecision:
         self, keys: SequenceKeys, head: int, numbers: Int32Array, bits: int
     ) -> QuantizedBlock:
         scales = None if self.channel_scales is None else self.channel_scales[head]
-        # A group doesn't mix the two halves that the rotary embedding turns against each other.
-        groups = 2 if keys.config.head_dim % 32 == 0 else 1
+        groups = channel_groups(keys.config.head_dim)
         found, values = keys.read(head, numbers)
         if scales is not None:
             found = found / scales.astype(np.float32)
@@ -269,6 +269,15 @@ def balance(keys: SequenceKeys, largest_queries: Float32Array) -> Float16Array:
     ratio = np.maximum(largest, _SMALLEST) / np.maximum(largest_queries, _SMALLEST)
     scales: Float16Array = np.sqrt(ratio).astype(np.float16)
     return scales
+
+
+def channel_groups(head_dim: int) -> int:
+    """Return in how many groups of channels a vector is quantised.
+
+    Two, which don't mix the halves that the rotary embedding turns against each other; one where
+    the halves are no multiples of 16 channels.
+    """
+    return 2 if head_dim % 32 == 0 else 1
 
 
 def _others(count: int, numbers: Int32Array) -> Int32Array:

@@ -8,7 +8,8 @@ explain why one of them finds more.
 
 KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
 one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
-Those of methods that quantise are in ``fewer_bits``.
+Those of methods that quantise are in ``fewer_bits`` (KIVI, ZipCache) and ``spent_bits`` (GEAR,
+MiKV).
 
 Every null of eviction keeps exactly as many cells as its method, but for "no mean key", which keeps
 a cell less per streaming head. Random choices follow from the prompt alone.
@@ -37,7 +38,7 @@ from midfill.methods.method import ModelSpecific
 from midfill.methods.registry import parse_name, resolve_method
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
-from midfill_lab.bench.methods import fewer_bits
+from midfill_lab.bench.methods import fewer_bits, spent_bits
 from midfill_lab.bench.methods.spending import (
     DrawnMethod,
     EvenKeys,
@@ -315,6 +316,11 @@ def _changed(change: Callable[[object], CompressionMethod]) -> Null:
     return lambda found: change(found.settings)
 
 
+def _sized(change: Callable[[object, ModelConfig], CompressionMethod]) -> Null:
+    """Return the null that a change makes which depends on the model's shape."""
+    return lambda found: change(found.settings, found.config)
+
+
 _POSITIONS: Mapping[str, Null] = {"at random": _random, "evenly": _even}
 _KEYS: Mapping[str, Null] = {**_POSITIONS, "plain score": _plain}
 _SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
@@ -358,6 +364,19 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         **_KEYS,
         "plain average": _plain_average,
         "upper layer alone": _upper_layer,
+    },
+    "gear": {
+        "smaller groups": _sized(spent_bits.smaller_groups),
+        "wider codes": _sized(spent_bits.wider_codes),
+        "random directions": _changed(spent_bits.random_directions),
+        "random outliers": _changed(spent_bits.random_outliers),
+    },
+    "mikv": {
+        "random split": _changed(spent_bits.random_split),
+        "reversed score": _changed(spent_bits.reversed_score),
+        "uniform bits": _sized(spent_bits.uniform_bits),
+        "eviction": _sized(spent_bits.eviction),
+        "no balancer": _changed(spent_bits.no_balancer),
     },
     "kivi": {"keys per token": _changed(fewer_bits.keys_per_token)},
     "zipcache": {

@@ -1,0 +1,257 @@
+"""MiKV and GEAR on the default model: KL from full KV beside nulls of as many bytes; -s shows it.
+
+Texts are source files of installed libraries, whose next tokens are known. Differences are paired,
+text by text.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import pytest
+from forced_answers import ForcedAnswers
+
+from midfill.arrays import Float32Array
+from midfill.engine.request import EngineSamplingParams
+from midfill.kv.ragged import cells_of_slots
+from midfill.methods.evict.accumulated_attention import ObservationMemory
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.selection import Selection
+from midfill.methods.method import Method, ModelSpecific
+from midfill.methods.quantize.gear import Gear, low_rank
+from midfill.methods.quantize.mikv import MiKV, MixedPrecision
+from midfill.methods.registry import resolve_method
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill_lab.bench.methods.nulls import make_null
+from midfill_lab.bench.methods.probes import Haystacks
+from serving import build_engine, request, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+
+TEXTS, TOKENS, ANSWER = 20, 512, 17
+LONG, KNOWN = 1024, 512
+STUDENT = 2.093
+"""97.5% quantile of Student's distribution with ``TEXTS`` - 1 degrees of freedom."""
+
+
+class Dropping(MiKV):
+    """Drops the keys that aren't important: eviction by the same score."""
+
+    def start(self, config: ModelConfig) -> "DroppedKeys":
+        return DroppedKeys(super().start(config))
+
+    def recall(self, tokens: np.ndarray, tenant: str) -> "tuple[int, DroppedKeys]":
+        known, compressor = super().recall(tokens, tenant)
+        return known, DroppedKeys(compressor)
+
+
+@dataclass
+class DroppedKeys:
+    """One answer's, which is shorter than the interval."""
+
+    inner: MixedPrecision
+
+    def fork(self) -> "DroppedKeys":
+        raise AssertionError("one answer per prompt")
+
+    def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
+        self.inner.observe(keys, queries)
+
+    def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
+        selection = self.inner.select(keys, queries)
+        return selection and replace(selection, quantized=None)
+
+
+class DefaultModel:
+    """The default model over source files."""
+
+    def __init__(self) -> None:
+        checkpoint = open_model(
+            REGISTERED[DEFAULT_MODEL].path, resolve_adapter(DEFAULT_MODEL, None)
+        )
+        self.served = ServedModel(checkpoint.config)
+        self.runner = CpuRunner.load(checkpoint, slots=TEXTS * TOKENS + 3000, threads=1)
+        haystacks = Haystacks(checkpoint.tokenizer.encode, seed=0)
+        self.texts = [haystacks.hide(number, TOKENS + 64, []) for number in range(TEXTS)]
+        self.long_texts = [haystacks.hide(number, LONG + KNOWN, []) for number in range(100, 103)]
+        self._methods: dict[str, Method | None] = {"": None}
+        self._answers = ForcedAnswers(self.runner, self._methods)
+        self._exact: list[np.ndarray] = []
+        self._memory = ObservationMemory()
+
+    def make(self, specification: str, null: str = "") -> Method:
+        """Return a method or one of its nulls, or MiKV that drops what isn't important."""
+        method = resolve_method(specification)
+        if null == "dropped":
+            assert isinstance(method, MiKV)
+            method = Dropping(**asdict(method))
+        elif null:
+            method = make_null(specification, null, self.served)
+        elif isinstance(method, ModelSpecific):
+            method = method.for_model(self.served)
+        assert method is not None
+        if isinstance(method, MiKV):
+            # What they observe of a prompt is the same, and takes longer than all else.
+            vars(method)["memory"] = self._memory
+        return method
+
+    def logprobs(self, method: Method | None, text: list[int], end: int) -> np.ndarray:
+        """Return the log probabilities [known tokens, vocab] of what follows ``text[:end]``."""
+        self._methods["m"] = method
+        return self._answers.logprobs("m" if method else "", text[:end], text[end:])
+
+    def divergences(self, method: Method) -> np.ndarray:
+        """Return the mean divergence from full KV of each text's known tokens: [texts].
+
+        The first one is left out: it sees the whole prompt under every method.
+        """
+        asked = [text[: TOKENS + ANSWER] for text in self.texts]
+        self._exact = self._exact or [self.logprobs(None, text, TOKENS) for text in asked]
+        found = []
+        for exact, text in zip(self._exact, asked, strict=True):
+            other = self.logprobs(method, text, TOKENS)
+            found.append((np.exp(exact) * (exact - other)).sum(axis=1)[1:].mean())
+        return np.array(found)
+
+    def show(self, specification: str, null: str = "") -> np.ndarray:
+        """Return divergences, and print their mean with its 95% interval."""
+        found = self.divergences(self.make(specification, null))
+        print(f"\n{specification:28} {null:18} {found.mean():.4f} ±{radius(found):.4f}", end="")
+        return found
+
+
+def radius(numbers: np.ndarray) -> float:
+    """Return the half width of the 95% interval of a mean."""
+    return float(STUDENT * numbers.std(ddof=1) / np.sqrt(len(numbers)))
+
+
+def is_nearer(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether one is below the other, by the 95% interval of the mean of the ratios' logarithms.
+
+    Divergences of some texts are a hundred times those of others.
+    """
+    ratios = np.log(other) - np.log(one)
+    return bool(ratios.mean() > radius(ratios))
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[DefaultModel]:
+    model = DefaultModel()
+    yield model
+    model.runner.close()
+
+
+def test_mikv_order(model: DefaultModel) -> None:
+    """Few bits are better than none, and for those with least attention; but uniform bits win."""
+    dropped, coarse = model.show("mikv", "dropped"), model.show("mikv:ratio=0,balance=0")
+    mikv, finer = model.show("mikv"), model.show("mikv:low=4")
+    unbalanced, split = model.show("mikv", "no balancer"), model.show("mikv", "random split")
+    as_large = model.show("mikv:ratio=0.35", "dropped")
+    uniform = model.show("mikv", "uniform bits")
+    for other in (dropped, coarse, unbalanced, split, as_large):
+        assert is_nearer(mikv, other)
+    assert is_nearer(finer, mikv)
+    assert is_nearer(uniform, mikv), "as many bytes, 4 bits for every key"
+
+
+def test_gear_nulls(model: DefaultModel) -> None:
+    """Both corrections help, and know where; but their bytes are better spent on codes."""
+    plain, low = model.show("gear:bits=2,outliers=0,rank=0"), model.show("gear:bits=2,outliers=0")
+    sparse, gear = model.show("gear:bits=2,rank=0"), model.show("gear:bits=2")
+    assert is_nearer(low, plain)
+    assert is_nearer(sparse, plain)
+    assert is_nearer(gear, sparse)
+    assert is_nearer(low, model.show("gear:bits=2,outliers=0", "random directions"))
+    assert is_nearer(gear, model.show("gear:bits=2", "random outliers"))
+    assert is_nearer(model.show("gear:bits=2,outliers=0", "smaller groups"), low), (
+        "KIVI's, as many bytes"
+    )
+    assert is_nearer(model.show("gear:bits=2", "wider codes"), gear), "3 bits, in fewer bytes"
+
+
+def keys_and_values(model: DefaultModel, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return those of the first text: float32 [layers, kv_heads, tokens, head_dim] each."""
+    runner, config = model.runner, model.served.config
+    slots, ends = np.arange(tokens, dtype=np.int32), np.array([0, tokens], np.int32)
+    text = np.array(model.texts[0][:tokens], np.int32)
+    runner.forward(ForwardBatch(text, slots, slots, ends, ends, slots, slots[-1:]))
+    cells = cells_of_slots(slots, config.layers * config.kv_heads, runner.slots)
+    read = (np.array(part) for part in zip(*map(runner.cells.read, cells), strict=True))
+    shape = (config.layers, config.kv_heads, tokens, config.head_dim)
+    keys, values = (part.reshape(shape) for part in read)
+    return keys, values
+
+
+def test_gear_on_real_keys_and_values(model: DefaultModel) -> None:
+    """Each correction, and each rank, takes some of the error off; power iterations find it."""
+    keys, values = keys_and_values(model, 256)
+
+    def error(method: Gear) -> np.ndarray:
+        lost = np.zeros(2)
+        for layer in range(len(keys)):
+            blocks = method.encode(keys[layer], values[layer], method.rank)
+            decoded = zip(*(block.decode(keys.shape[-1]) for block in blocks), strict=True)
+            for part, (found, exact) in enumerate(zip(decoded, (keys, values), strict=True)):
+                lost[part] += np.square(np.stack(found) - exact[layer]).sum()
+        norms: np.ndarray = np.sqrt(lost / [np.square(part).sum() for part in (keys, values)])
+        return norms
+
+    by_rank = [error(Gear(bits=2, rank=rank, outliers=0)) for rank in (0, 1, 2, 4, 8, 16)]
+    sparse, both = error(Gear(bits=2, rank=0)), error(Gear(bits=2))
+    print("\nrelative error of keys, values")
+    for name, found in (("D", by_rank[0]), ("D + L", by_rank[3]), ("D + S", sparse), ("all", both)):
+        print(f"{name:8} {found[0]:.4f} {found[1]:.4f}")
+    assert (np.diff(by_rank, axis=0) < 0).all()
+    assert (both < sparse).all()
+    assert (sparse < by_rank[0]).all()
+    plain = Gear(bits=2, rank=0, outliers=0)
+    for layer in range(0, len(keys), 5):
+        backbone = [block.decode(64) for block in plain.encode(keys[layer], values[layer], 0)]
+        for exact, found in zip((keys, values), zip(*backbone, strict=True), strict=True):
+            residual = exact[layer] - np.stack(found)
+            coefficients, basis = low_rank(residual, 4)
+            lost = np.linalg.norm(residual - coefficients @ basis)
+            best = np.sqrt(np.square(np.linalg.svd(residual, compute_uv=False)[:, 4:]).sum())
+            assert lost <= 1.05 * best
+
+
+def test_gear_greedy(model: DefaultModel) -> None:
+    """An answer leaves that of full KV later, on average, than without the low rank."""
+    steps, methods = 48, {"": None}
+    methods["low rank"] = model.make("gear:bits=2,outliers=0,rank=4,later_rank=4,buffer=16")
+    methods["without"] = model.make("gear:bits=2,outliers=0,rank=0,later_rank=0,buffer=16")
+    params = EngineSamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
+    engine = build_engine(model.runner, token_budget=8192, methods=methods)
+    found: dict[str, list[int]] = {"low rank": [], "without": []}
+    for text in model.texts:
+        answers = {
+            name: serve(engine, [request("r", text[:TOKENS], params, method=name)])["r", 0].tokens
+            for name in methods
+        }
+        for name, left in found.items():
+            pairs = zip(answers[""], answers[name], strict=True)
+            left.append(next((at for at, (a, b) in enumerate(pairs) if a != b), steps))
+    later, earlier = (np.array(found[name]) for name in ("low rank", "without"))
+    print(f"\nanswers part at step {later.mean():.1f} with, {earlier.mean():.1f} without low rank")
+    difference = later - earlier
+    print(f"difference {difference.mean():.1f} ±{radius(difference):.1f}")
+    assert later.mean() > earlier.mean()
+
+
+def test_gear_perplexity(model: DefaultModel) -> None:
+    """Of 512 known tokens after 1,024, blocks of the answer included."""
+    losses = []
+    for specification in ("gear:bits=2,outliers=0", "gear:bits=2,outliers=0,rank=0,later_rank=0"):
+        method, found = model.make(specification), []
+        for text in model.long_texts:
+            rows = model.logprobs(method, text, LONG)
+            found.append(-rows[np.arange(KNOWN), text[LONG:]])
+        losses.append(np.concatenate(found))
+        print(f"\n{specification:40} perplexity {np.exp(losses[-1].mean()):.3f}", end="")
+    difference = losses[1] - losses[0]
+    assert difference.mean() > 1.96 * difference.std(ddof=1) / np.sqrt(len(difference))
