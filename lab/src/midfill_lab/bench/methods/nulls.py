@@ -8,8 +8,7 @@ explain why one of them finds more.
 
 KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
 one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
-Those of methods that quantise are in ``fewer_bits`` (KIVI, ZipCache) and ``spent_bits`` (GEAR,
-MiKV).
+Those of methods that quantise are in ``fewer_bits`` and ``spent_bits``.
 
 Every null of eviction keeps exactly as many cells as its method, but for "no mean key", which keeps
 a cell less per streaming head. Random choices follow from the prompt alone.
