@@ -171,28 +171,41 @@ def unpack_stream(
 
 
 def pack_codes(codes: UInt8Array, width: int) -> UInt8Array:
-    """Return codes of 1, 2, 4 or 8 bits, the lowest bits of each, packed: the first lowest.
+    """Return the lowest bits of codes, packed.
+
+    Of 16 codes, the first are in the lowest bits; of 4 bits, byte i of 8 has code i in its low half
+    and code i + 8 in its high one, which takes fewer instructions to decode.
 
     Args:
-        codes: uint8 [..., n]; n * width is a multiple of 8.
-        width: bits of each.
+        codes: uint8 [..., n]; ``codes.size`` is a multiple of 16 (or any, of 8 bits).
+        width: bits of each: 1, 2, 4 or 8.
 
     Returns:
         uint8 [codes.size * width / 8].
     """
-    per_byte = 8 // width
-    grouped = (codes & np.uint8((1 << width) - 1)).reshape(-1, per_byte)
-    packed = grouped[:, 0].copy()
-    for place in range(1, per_byte):
-        packed |= grouped[:, place] << np.uint8(place * width)
-    return packed
+    lowest = codes & np.uint8((1 << width) - 1)
+    grouped = _in_bytes(lowest.reshape(-1), width)
+    packed = grouped[0].copy()
+    for place in range(1, len(grouped)):
+        packed |= grouped[place] << np.uint8(place * width)
+    return packed.reshape(-1)
 
 
 def unpack_codes(packed: UInt8Array, width: int) -> UInt8Array:
     """Return what ``pack_codes`` packed: uint8 [n]."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)
-    codes: UInt8Array = (packed[:, None] >> shifts) & np.uint8((1 << width) - 1)
-    return codes.reshape(-1)
+    codes = np.empty(packed.size * 8 // width, np.uint8)
+    for place, part in enumerate(_in_bytes(codes, width)):
+        part[:] = (packed.reshape(part.shape) >> np.uint8(place * width)) & np.uint8(
+            (1 << width) - 1
+        )
+    return codes
+
+
+def _in_bytes(codes: UInt8Array, width: int) -> UInt8Array:
+    """Return a view of codes [n]: those that are first in their byte, second, and so on."""
+    if width == 4:
+        return codes.reshape(-1, 2, 8).transpose(1, 0, 2)
+    return codes.reshape(-1, 8 // width).T
 
 
 @dataclass(frozen=True)

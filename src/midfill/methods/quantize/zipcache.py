@@ -18,13 +18,13 @@ window of ``window``; at its end they are quantised as a segment with parameters
 probes among their own rows: the last 5, and others with the probability ``random``. Nothing is
 quantised twice.
 
-What rows a prompt from the prefix cache still has to run: the last probes and, since nobody has
-seen their queries, rows with random probes. As under H2O, what the random probes of a prompt's
-beginning have attended to is remembered, in blocks of 64 rows, so that after a keystroke the last
-``recent`` share of the rows runs, and up to 63 before it. Random probes follow from the tokens
-before their block, so that an answer depends on its prompt alone, not on what is cached or
-remembered, and prompts with the same beginning share its probes. In the first block they are the
-same for all texts.
+Rows that the prefix cache has are not run again, so their queries are unknown. Therefore, as under
+H2O, what the random probes of a prompt's beginning have attended to is remembered, in blocks of 64
+rows: after a keystroke the last ``recent`` share of the rows runs, and up to 63 before it. A prompt
+that was cached without this method runs as a whole. Random probes follow from the tokens before
+their block, so that an answer depends on its prompt alone, not on what is cached or remembered, and
+prompts with the same beginning share its probes. In the first block they are the same for all
+texts.
 
 Differences: the released code divides the probes' sums by n - i, as if all rows were probes, which
 favours late tokens (``normalize=positions``). At the end of a window it quantises the whole cache

@@ -53,10 +53,11 @@ from midfill.kernels.cpu.parts.keys import (
     score_span,
     start_list,
 )
-from midfill.kernels.cpu.parts.quantized import decode_segment, entries_in
+from midfill.kernels.cpu.parts.quantized import PIECE, decode_vectors, entries_in
 from midfill.kernels.cpu.segment_attention import score_keys, softmax_segment, weigh_values
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, empty
 from midfill.kernels.cpu.segments import multiply_scales
+from midfill.kernels.cpu.simd import LANES, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums, clear_states, finish_row, merge_rows
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
@@ -101,9 +102,9 @@ def _attend_segment(
 @kernel
 def _attend_quantized_segment(
     kv: LayerKV, part: PartKeys, segment: int, rows: int, group: int, dim: int,
-    memory: PartScratch, out: SoftmaxSums, first_row: int,
+    memory: PartScratch, out: SoftmaxSums,
 ) -> None:  # fmt: skip
-    """Compute a block's attention over a segment of quantised keys, to ``out`` from ``first_row``.
+    """Compute a block's attention over a segment of quantised keys, to ``out``, piece by piece.
 
     Args:
         kv: the layer's.
@@ -113,25 +114,32 @@ def _attend_quantized_segment(
         group: query heads of the block.
         dim: elements of a key.
         memory: holds the block's queries.
-        out, first_row: see above.
+        out: of the block's rows.
     """
-    start = segment * SEGMENT
-    count = min(SEGMENT, part.quantized - start)
-    size = SEGMENT * dim
-    keys = entries_in(memory.quantized.entries[:size], kv.cache.keys)
-    values = entries_in(memory.quantized.entries[size:], kv.cache.values)
-    decode_segment(
-        kv.cache, part.blocks, part.first_block, part.end_block, start, count, dim,
-        memory.quantized, keys, values,
-    )  # fmt: skip
-    base = part.head.base * 0
+    top: Any = np.int64(0)
+    base, scores, start = part.head.base * 0, memory.scores, segment * SEGMENT
     shape = SegmentRows(rows, group, SEGMENT, 0, dim, memory.ends[:0], 0, 0)
-    key_span = KVSpan(keys, base, memory.ascending, base, count)
-    value_span = KVSpan(values, base, memory.ascending, base, count)
-    ahead = empty(value_span)
-    score_keys(memory.queries, shape, key_span, ahead, memory.panel, memory.scores)
-    softmax_segment(kv.cache.values, shape, count, memory.scores, out.states, first_row)
-    weigh_values(memory.scores, shape, value_span, ahead, memory.panel, out.sums, first_row * dim)
+    keys = entries_in(memory.quantized.entries, kv.cache.keys)
+    values = entries_in(memory.quantized.entries, kv.cache.values)
+    end = min(start + SEGMENT, part.quantized)
+    for first in range(start, end, PIECE):
+        count = min(PIECE, end - first)
+        sums = out if first == start else memory.piece
+        decode_vectors(
+            kv.cache, part.blocks, part.first_block, part.end_block, 0, first, count, dim,
+            memory.quantized, keys,
+        )  # fmt: skip
+        span = KVSpan(keys, base, memory.ascending, base, count)
+        score_keys(memory.queries, shape, span, empty(span), memory.panel, scores)
+        softmax_segment(kv.cache.values, shape, count, scores, sums.states, top)
+        decode_vectors(
+            kv.cache, part.blocks, part.first_block, part.end_block, 1, first, count, dim,
+            memory.quantized, values,
+        )  # fmt: skip
+        span = KVSpan(values, base, memory.ascending, base, count)
+        weigh_values(scores, shape, span, empty(span), memory.panel, sums.sums, top)
+        if first > start:
+            merge_rows(out, memory.piece, top, rows, dim)
 
 
 @kernel
@@ -159,7 +167,7 @@ def _attend_quantized(
             merge_rows(totals, partials, first_row, rows, dim)
             continue
         out = totals if segment == 0 else memory.segment
-        _attend_quantized_segment(kv, part, segment, rows, group, dim, memory, out, top)
+        _attend_quantized_segment(kv, part, segment, rows, group, dim, memory, out)
         if segment > 0:
             merge_rows(totals, memory.segment, top, rows, dim)
 
@@ -185,11 +193,13 @@ def _attend_partial(
     row, rows = int(parts.requests[fields + FIRST_ROW]), int(parts.requests[fields + ROWS])
     group, factor = heads.group, parts.factors[2 * part]
     load_queries(kv, queries, row, rows, head * group, group, heads, factor, memory.queries)
-    partials = SoftmaxSums(parts.partial_states, parts.partial_sums)
-    _attend_quantized_segment(
-        kv, own, segment, rows * group, group, heads.head_dim, memory, partials,
-        work * MAX_PARTIAL_ROWS,
-    )  # fmt: skip
+    dim, found, count = heads.head_dim, memory.segment, rows * group
+    _attend_quantized_segment(kv, own, segment, count, group, dim, memory, found)
+    first_row = work * MAX_PARTIAL_ROWS
+    for i in range(2 * count):
+        parts.partial_states[2 * first_row + i] = found.states[i]
+    for i in range(0, dim * count, LANES):
+        store(parts.partial_sums, dim * first_row + i, load(found.sums, i))
 
 
 @kernel

@@ -57,7 +57,8 @@ class PartScratch(NamedTuple):
         scores: float32 [64 * 256].
         panel: float32 [panel_words(head_dim)], transposed keys or interleaved values.
         gathered: float32 [32], scales or terms of 16 keys.
-        totals, part, segment: all parts so far, one part, one segment; 64 rows each.
+        totals, part, segment, piece: all parts so far, one part, one segment, a piece of one; 64
+            rows each.
         numbers, cells: int32 [2 * 256], of a segment's keys and of the next one's.
         ascending: int32 [256], 0, 1, 2 and so on: the entries of a decoded segment.
         ends: int32 [64], how many of a segment's keys each row sees.
@@ -71,6 +72,7 @@ class PartScratch(NamedTuple):
     totals: SoftmaxSums
     part: SoftmaxSums
     segment: SoftmaxSums
+    piece: SoftmaxSums
     numbers: Int32Array
     cells: Int32Array
     ascending: Int32Array
@@ -80,7 +82,7 @@ class PartScratch(NamedTuple):
 
 def scratch_size(head_dim: int) -> int:
     """Return how many float32 a thread needs."""
-    rows = 4 * BLOCK * head_dim + 3 * 2 * BLOCK
+    rows = 5 * BLOCK * head_dim + 4 * 2 * BLOCK
     own = rows + BLOCK * SEGMENT + 2 * LANES + panel_words(head_dim)
     return own + quantized_scratch_size(head_dim)
 
@@ -93,17 +95,19 @@ def cut_scratch(scratch: Float32Array, numbers: Int32Array, head_dim: int) -> Pa
     total_sums, rest = rest[:size], rest[size:]
     part_sums, rest = rest[:size], rest[size:]
     segment_sums, rest = rest[:size], rest[size:]
+    piece_sums, rest = rest[:size], rest[size:]
     scores, rest = rest[: BLOCK * SEGMENT], rest[BLOCK * SEGMENT :]
     gathered, rest = rest[: 2 * LANES], rest[2 * LANES :]
     totals = SoftmaxSums(rest[:states], total_sums)
     part = SoftmaxSums(rest[states : 2 * states], part_sums)
     segment = SoftmaxSums(rest[2 * states : 3 * states], segment_sums)
-    quantized, panel = cut_quantized(rest[3 * states :], head_dim)
+    piece = SoftmaxSums(rest[3 * states : 4 * states], piece_sums)
+    quantized, panel = cut_quantized(rest[4 * states :], head_dim)
     ascending = numbers[4 * SEGMENT : 5 * SEGMENT]
     for i in range(SEGMENT):
         ascending[i] = np.int32(i)
     return PartScratch(
-        queries, scores, panel, gathered, totals, part, segment,
+        queries, scores, panel, gathered, totals, part, segment, piece,
         numbers[: 2 * SEGMENT], numbers[2 * SEGMENT : 4 * SEGMENT], ascending,
         numbers[5 * SEGMENT :], quantized,
     )  # fmt: skip

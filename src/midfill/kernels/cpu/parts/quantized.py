@@ -1,8 +1,8 @@
-"""Quantised blocks (``kv.quantized``), decoded 256 keys at a time to entries that kernels can read.
+"""Quantised blocks (``kv.quantized``), decoded a few keys at a time to what kernels can read.
 
 What a block holds is copied from its cells piece by piece, since these may lie anywhere; its codes
-become numbers, and these are rounded as the KV cache rounds. From there on a segment of quantised
-keys is one like any other.
+become numbers. From there on quantised keys are like any others. Only as many are decoded at a time
+as fit the first-level cache.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +19,7 @@ from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache, load_entry, store_entry
-from midfill.kernels.cpu.memory import Float32Array, Int32Array
-from midfill.kernels.cpu.segment_rows import SEGMENT
+from midfill.kernels.cpu.memory import LINE, Float32Array, Int32Array
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I8,
@@ -31,6 +30,7 @@ from midfill.kernels.cpu.simd import (
     broadcast,
     f32x16,
     fma,
+    llvm_call,
     load,
     load_unaligned,
     splat,
@@ -53,6 +53,8 @@ from midfill.kv.quantized import (
     TOKENS,
 )
 
+PIECE = 64
+"""Keys that are decoded at a time."""
 _HALF = 2
 """Bytes of a float16."""
 
@@ -61,12 +63,12 @@ class QuantizedScratch(NamedTuple):
     """A thread's memory for decoding a segment.
 
     Attributes:
-        entries: float32 [2 * 256 * head_dim], room for keys and values.
-        raw: float32 [256 * head_dim + 16], bytes of a block as they are copied.
+        entries: float32 [PIECE * head_dim], room for keys or values.
+        raw: float32 [PIECE * head_dim + 16], bytes of a block as they are copied.
         channels: float32 [2 * head_dim], scales and zeros of channels.
         basis: float32 [MAX_RANK * head_dim].
-        tokens: float32 [256 * head_dim / 8], scales and zeros of tokens.
-        coefficients: float32 [256 * MAX_RANK].
+        tokens: float32 [PIECE * head_dim / 8], scales and zeros of tokens.
+        coefficients: float32 [PIECE * MAX_RANK].
     """
 
     entries: Float32Array
@@ -79,21 +81,21 @@ class QuantizedScratch(NamedTuple):
 
 def quantized_scratch_size(head_dim: int) -> int:
     """Return how many float32 a thread needs."""
-    numbers = SEGMENT * head_dim
-    ranks = MAX_RANK * (head_dim + SEGMENT)
-    return 3 * numbers + LANES + 2 * head_dim + numbers // 8 + ranks
+    numbers = PIECE * head_dim
+    ranks = MAX_RANK * (head_dim + PIECE)
+    return 2 * numbers + LANES + 2 * head_dim + numbers // 8 + ranks
 
 
 @kernel
 def cut_quantized(scratch: Float32Array, head_dim: int) -> tuple[QuantizedScratch, Float32Array]:
     """Cut a thread's memory into its parts; return what is left of it, too."""
-    numbers = SEGMENT * head_dim
-    entries, rest = scratch[: 2 * numbers], scratch[2 * numbers :]
+    numbers = PIECE * head_dim
+    entries, rest = scratch[:numbers], scratch[numbers:]
     raw, rest = rest[: numbers + LANES], rest[numbers + LANES :]
     channels, rest = rest[: 2 * head_dim], rest[2 * head_dim :]
     basis, rest = rest[: MAX_RANK * head_dim], rest[MAX_RANK * head_dim :]
     tokens, rest = rest[: numbers // 8], rest[numbers // 8 :]
-    coefficients, rest = rest[: SEGMENT * MAX_RANK], rest[SEGMENT * MAX_RANK :]
+    coefficients, rest = rest[: PIECE * MAX_RANK], rest[PIECE * MAX_RANK :]
     return QuantizedScratch(entries, raw, channels, basis, tokens, coefficients), rest
 
 
@@ -116,6 +118,14 @@ def _copy_bytes(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None
     source = _byte_pointer(context, builder, kinds[0], array, at)
     target = _byte_pointer(context, builder, kinds[2], other, to)
     cgutils.raw_memcpy(builder, target, source, count, 1)
+
+
+@generated(types.void, OWN, INDEX)
+def _prefetch_line(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> None:
+    """Prefetch the line of byte ``at`` of an array into the second-level cache."""
+    pointer = _byte_pointer(context, builder, kinds[0], array, at)
+    hints = [I32(hint) for hint in (0, 2, 1)]  # read, second level, data
+    llvm_call(builder, "llvm.prefetch.p0", [pointer, *hints], ir.VoidType())
 
 
 @generated(f32x16, OWN, INDEX)
@@ -141,18 +151,18 @@ def _codes_of(width: int) -> Any:
         if width == 8:
             codes = load_unaligned(builder, pointer, ir.VectorType(I8, LANES))
             return builder.sitofp(builder.zext(codes, I32_VECTOR), F32_VECTOR)
-        word = I16 if width == 1 else I32
-        words = []
-        for number in range(2 if width == 4 else 1):
-            place = builder.gep(builder.bitcast(pointer, word.as_pointer()), [I32(number)])
-            loaded = builder.load(place)
-            loaded.align = 1
-            words.append(broadcast(builder, builder.zext(loaded, I32) if width == 1 else loaded))
-        spread = words[0]
         if width == 4:
-            lanes = [lane if lane < LANES // 2 else LANES + lane for lane in range(LANES)]
-            spread = builder.shuffle_vector(words[0], words[1], ir.Constant(I32_VECTOR, lanes))
-        shifts = [lane * width % 32 for lane in range(LANES)]
+            wide = ir.VectorType(I32, LANES // 2)
+            pairs = load_unaligned(builder, pointer, ir.VectorType(I8, LANES // 2))
+            pairs = builder.zext(pairs, wide)
+            low = builder.and_(pairs, ir.Constant(wide, [15] * (LANES // 2)))
+            high = builder.lshr(pairs, ir.Constant(wide, [4] * (LANES // 2)))
+            every = ir.Constant(I32_VECTOR, list(range(LANES)))
+            return builder.sitofp(builder.shuffle_vector(low, high, every), F32_VECTOR)
+        word = builder.load(builder.bitcast(pointer, (I16 if width == 1 else I32).as_pointer()))
+        word.align = 1
+        spread = broadcast(builder, builder.zext(word, I32) if width == 1 else word)
+        shifts = [lane * width for lane in range(LANES)]
         shifted = builder.lshr(spread, ir.Constant(I32_VECTOR, shifts))
         mask = ir.Constant(I32_VECTOR, [(1 << width) - 1] * LANES)
         return builder.sitofp(builder.and_(shifted, mask), F32_VECTOR)
@@ -205,17 +215,33 @@ def _copy(
         half_bytes: of a cell's K, and of its V.
         at, count, raw, to: see above.
     """
-    end = at + count
-    while at < end:
-        half, inside = at // half_bytes, at % half_bytes
-        size = min(half_bytes - inside, end - at)
+    half, inside = at // half_bytes, at % half_bytes
+    end = to + count
+    while to < end:
+        size = min(half_bytes - inside, end - to)
         place = int(cells[half // 2]) * half_bytes + inside
         if half % 2 == 0:
             _copy_bytes(cache.keys, place, raw, to, size)
         else:
             _copy_bytes(cache.values, place, raw, to, size)
-        at += size
+        half, inside = half + 1, 0
         to += size
+
+
+@kernel
+def _prefetch(cache: KVCache, cells: Int32Array, half_bytes: int, at: int, count: int) -> None:
+    """Prefetch ``count`` bytes of a block, from byte ``at`` on; arguments as of ``_copy``."""
+    half, inside = at // half_bytes, at % half_bytes
+    while count > 0:
+        size = min(half_bytes - inside, count)
+        place = int(cells[half // 2]) * half_bytes + inside
+        for line in range(place, place + size, LINE):
+            if half % 2 == 0:
+                _prefetch_line(cache.keys, line)
+            else:
+                _prefetch_line(cache.values, line)
+        half, inside = half + 1, 0
+        count -= size
 
 
 @kernel
@@ -287,25 +313,47 @@ def _decoder(width: int) -> Any:
 
     codes = _load_codes3 if width == 3 else in_one_plane
 
+    @inlined_kernel
+    def decode_shape(
+        groups: int, rank: int, count: int, dim: int, plane: int, memory: QuantizedScratch,
+        out: KVArray, to: int,
+    ) -> None:  # fmt: skip
+        raw, parts = memory.raw, max(groups, 1)
+        vectors = dim // parts // LANES
+        one, nothing = splat(np.float32(1.0)), splat(np.float32(0.0))
+        number = 0
+        for token in range(count):
+            d = 0
+            for group in range(parts):
+                term = 2 * (token * parts + group)
+                scale = splat(memory.tokens[term]) if groups > 0 else one
+                zero = splat(memory.tokens[term + 1]) if groups > 0 else nothing
+                for _ in range(vectors):
+                    x = fma(codes(raw, number, plane), scale, zero)
+                    x = fma(x, load(memory.channels, d), load(memory.channels, dim + d))
+                    for j in range(rank):
+                        share = splat(memory.coefficients[token * rank + j])
+                        x = fma(share, load(memory.basis, j * dim + d), x)
+                    store_entry(out, to * dim + number, x)
+                    number += LANES
+                    d += LANES
+
     @kernel
     def decode(
         groups: int, rank: int, count: int, dim: int, plane: int, memory: QuantizedScratch,
         out: KVArray, to: int,
     ) -> None:  # fmt: skip
-        raw, tokens = memory.raw, memory.tokens
-        for d in range(0, dim, LANES):
-            scale, zero = load(memory.channels, d), load(memory.channels, dim + d)
-            term = 2 * (d * groups // dim)
-            for token in range(count):
-                x = codes(raw, token * dim + d, plane)
-                if groups > 0:
-                    at = 2 * token * groups + term
-                    x = fma(x, splat(tokens[at]), splat(tokens[at + 1]))
-                x = fma(x, scale, zero)
-                for j in range(rank):
-                    share = splat(memory.coefficients[token * rank + j])
-                    x = fma(share, load(memory.basis, j * dim + d), x)
-                store_entry(out, (to + token) * dim + d, x)
+        # Loops whose lengths are constants are unrolled.
+        if rank == 0 and dim == 64 and groups == 0:
+            decode_shape(0, 0, count, 64, plane, memory, out, to)
+        elif rank == 0 and dim == 64 and groups == 1:
+            decode_shape(1, 0, count, 64, plane, memory, out, to)
+        elif rank == 0 and dim == 128 and groups == 0:
+            decode_shape(0, 0, count, 128, plane, memory, out, to)
+        elif rank == 0 and dim == 128 and groups <= 2:
+            decode_shape(groups, 0, count, 128, plane, memory, out, to)
+        else:
+            decode_shape(groups, rank, count, dim, plane, memory, out, to)
 
     return decode
 
@@ -369,7 +417,7 @@ def _decode_stream(
         cells: int32, the block's.
         fields: int32, of the stream.
         tokens: of the block.
-        first, count: see above; at most 256.
+        first, count: see above; at most PIECE.
         dim: elements of a vector.
         memory: of this thread.
         out: entries.
@@ -379,8 +427,10 @@ def _decode_stream(
     at = _load_terms(cache, cells, half_bytes, fields, tokens, first, count, dim, memory)
     bits, plane = int(fields[BITS]), 0
     width = 2 if bits == 3 else bits
-    size = count * dim * width // 8
-    _copy(cache, cells, half_bytes, at + first * dim * width // 8, size, memory.raw, 0)
+    size, start = count * dim * width // 8, at + first * dim * width // 8
+    _copy(cache, cells, half_bytes, start, size, memory.raw, 0)
+    left = at + tokens * dim * width // 8 - (start + size)
+    _prefetch(cache, cells, half_bytes, start + size, min(left, size))
     at += tokens * dim * width // 8
     if bits == 3:
         plane = size
@@ -394,21 +444,22 @@ def _decode_stream(
 
 
 @kernel
-def decode_segment(
-    cache: KVCache, blocks: QuantizedTable, first_block: int, end_block: int, start: int,
-    count: int, dim: int, memory: QuantizedScratch, keys: KVArray, values: KVArray,
+def decode_vectors(
+    cache: KVCache, blocks: QuantizedTable, first_block: int, end_block: int, stream: int,
+    start: int, count: int, dim: int, memory: QuantizedScratch, out: KVArray,
 ) -> None:  # fmt: skip
-    """Write what ``count`` quantised keys of a head stand for, and their values, to entries.
+    """Write what ``count`` quantised keys or values of a head stand for to entries.
 
     Args:
         cache: holds the blocks.
         blocks: of the batch.
         first_block, end_block: the head's.
-        start: number of the first key among the head's quantised ones.
-        count: at most 256.
-        dim: elements of a key.
+        stream: 0 for keys, 1 for values.
+        start: number of the first one among the head's.
+        count: at most PIECE.
+        dim: elements of a vector.
         memory: of this thread.
-        keys, values: ``count`` entries each, written from the first on.
+        out: ``count`` entries, written from the first on.
     """
     before = 0
     for block in range(first_block, end_block):
@@ -416,12 +467,9 @@ def decode_segment(
         tokens = int(blocks.table[at + TOKENS])
         first, end = max(start, before), min(start + count, before + tokens)
         if first < end:
-            cells = blocks.cells[blocks.table[at + CELLS_AT] :]
-            fields = blocks.table[at + STREAMS :]
-            taken, to = first - before, first - start
-            _decode_stream(cache, cells, fields, tokens, taken, end - first, dim, memory, keys, to)
             _decode_stream(
-                cache, cells, fields[STREAM_FIELDS:], tokens, taken, end - first, dim, memory,
-                values, to,
+                cache, blocks.cells[blocks.table[at + CELLS_AT] :],
+                blocks.table[at + STREAMS + stream * STREAM_FIELDS :], tokens, first - before,
+                end - first, dim, memory, out, first - start,
             )  # fmt: skip
         before += tokens
