@@ -209,6 +209,14 @@ def test_gear_nulls(model: DefaultModel) -> None:
     assert is_nearer(model.show("gear:bits=2", "wider codes"), gear), "3 bits, in fewer bytes"
 
 
+def test_gear_at_four_bits(model: DefaultModel) -> None:
+    """The default loses half of what its backbone does, as smaller groups would."""
+    gear, plain = model.show("gear"), model.show("gear:outliers=0,rank=0")
+    model.show("gear", "smaller groups")
+    assert gear.mean() < 0.7 * plain.mean()
+    assert is_nearer(gear, plain)
+
+
 def keys_and_values(model: DefaultModel, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Return those of the first text: float32 [layers, kv_heads, tokens, head_dim] each."""
     runner, config = model.runner, model.served.config
