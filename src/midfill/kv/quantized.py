@@ -204,7 +204,8 @@ def unpack_codes(packed: UInt8Array, width: int) -> UInt8Array:
 def _in_bytes(codes: UInt8Array, width: int) -> UInt8Array:
     """Return a view of codes [n]: those that are first in their byte, second, and so on."""
     if width == 4:
-        return codes.reshape(-1, 2, 8).transpose(1, 0, 2)
+        halves: UInt8Array = codes.reshape(-1, 2, 8).transpose(1, 0, 2)
+        return halves
     return codes.reshape(-1, 8 // width).T
 
 
