@@ -17,7 +17,7 @@ from midfill.runners.cpu.runner import CpuRunner
 from serving import Answers, build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
-each_method = pytest.mark.parametrize("name", [*methods_of("evict"), *methods_of("quantize")])
+each_method = pytest.mark.parametrize("name", methods_of("evict"))
 
 
 @pytest.fixture(scope="module")
