@@ -173,8 +173,7 @@ def _codes_of(width: int) -> Any:
 _load_codes1, _load_codes2, _load_codes4, _load_codes8 = map(_codes_of, (1, 2, 4, 8))
 
 
-@intrinsic
-def entries_in(typing_context: Any, scratch: Any, entries: Any) -> Any:
+def _entries_in(typing_context: Any, scratch: Any, entries: Any) -> Any:
     """Return scratch as what queries that were prepared for ``entries`` can be multiplied with.
 
     Those for bfloat16 are rounded to pairs and need the like; all others take float32.
@@ -198,6 +197,8 @@ def entries_in(typing_context: Any, scratch: Any, entries: Any) -> Any:
 
     return entries(scratch, entries), view
 
+
+entries_in = intrinsic(_entries_in)
 
 # ---- decoding --------------------------------------------------------------------------------
 
@@ -302,16 +303,21 @@ def _load_codes3(raw: Float32Array, number: int, plane: int) -> Any:
     return fma(high, splat(np.float32(4.0)), _load_codes2(raw, number // 4))
 
 
-def _decoder(width: int) -> Any:
-    """Return a kernel that decodes codes of some bits."""
+def _in_one_plane(width: int) -> Any:
+    """Return a function like ``_load_codes3`` for codes of a width that divides a byte."""
     per_byte = 8 // width
-    load_codes = {1: _load_codes1, 2: _load_codes2, 4: _load_codes4, 8: _load_codes8}.get(width)
+    load_codes = {1: _load_codes1, 2: _load_codes2, 4: _load_codes4, 8: _load_codes8}[width]
 
     @inlined_kernel
-    def in_one_plane(raw: Float32Array, number: int, plane: int) -> Any:
+    def load_numbered(raw: Float32Array, number: int, plane: int) -> Any:
         return load_codes(raw, number // per_byte)
 
-    codes = _load_codes3 if width == 3 else in_one_plane
+    return load_numbered
+
+
+def _decoder(width: int) -> Any:
+    """Return a kernel that decodes codes of some bits."""
+    codes = _load_codes3 if width == 3 else _in_one_plane(width)
 
     @inlined_kernel
     def decode_shape(
