@@ -185,7 +185,7 @@ def pack_codes(codes: UInt8Array, width: int) -> UInt8Array:
     """
     lowest = codes & np.uint8((1 << width) - 1)
     grouped = _in_bytes(lowest.reshape(-1), width)
-    packed: UInt8Array = grouped[0].copy()
+    packed = grouped[0].copy()
     for place in range(1, len(grouped)):
         packed |= grouped[place] << np.uint8(place * width)
     return packed.reshape(-1)
@@ -203,10 +203,9 @@ def unpack_codes(packed: UInt8Array, width: int) -> UInt8Array:
 
 def _in_bytes(codes: UInt8Array, width: int) -> UInt8Array:
     """Return a view of codes [n]: those that are first in their byte, second, and so on."""
-    if width == 4:
-        halves: UInt8Array = codes.reshape(-1, 2, 8).transpose(1, 0, 2)
-        return halves
-    return codes.reshape(-1, 8 // width).T
+    shape, order = ((-1, 2, 8), (1, 0, 2)) if width == 4 else ((-1, 8 // width), (1, 0))
+    view: UInt8Array = codes.reshape(shape).transpose(order)
+    return view
 
 
 @dataclass(frozen=True)
