@@ -185,7 +185,7 @@ def pack_codes(codes: UInt8Array, width: int) -> UInt8Array:
     """
     lowest = codes & np.uint8((1 << width) - 1)
     grouped = _in_bytes(lowest.reshape(-1), width)
-    packed = grouped[0].copy()
+    packed: UInt8Array = grouped[0].copy()
     for place in range(1, len(grouped)):
         packed |= grouped[place] << np.uint8(place * width)
     return packed.reshape(-1)
