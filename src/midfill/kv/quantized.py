@@ -37,6 +37,7 @@ CHANNEL_SCALE, CHANNEL_ZERO = 1, 2
 """Bits of ``CHANNELS``."""
 
 MAX_RANK = 16
+"""The kernels' memory has room for so many."""
 MAX_OUTLIER_PLACES = 1 << 16
 """An outlier's place, token * head_dim + channel, has 16 bits."""
 BITS_PER_CODE = (1, 2, 3, 4, 8)

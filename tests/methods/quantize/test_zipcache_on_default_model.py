@@ -21,6 +21,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.runners.cpu.runner import CpuRunner
+from midfill_lab.bench.methods.fewer_bits import UniformPerToken
 from midfill_lab.bench.methods.nulls import NULLS, make_null
 from midfill_lab.bench.methods.probes import Haystacks, names
 
@@ -67,6 +68,8 @@ def methods(served: ServedModel) -> dict[str, Method]:
     }
     found |= {
         "zipcache, uniform 4 bits": ZipCache(salient=1),
+        "zipcache, a quarter of float16": ZipCache(salient=0.8),
+        "4 bits per token": UniformPerToken(salient=1),
         "zipcache, 8 bits": ZipCache(salient=1, high=8),
         "kivi, 2 bits": Kivi(),
         "kivi, 2 bits, keys per token": make_null("kivi", "keys per token", served),
@@ -123,6 +126,13 @@ def test_zipcache_is_nearer_to_full_kv_than_as_many_bytes_spent_otherwise(
         title: is_nearer(compared, "zipcache", f"zipcache, {title}") for title in NULLS["zipcache"]
     }
     assert [title for title, found in nearer.items() if not found] in ([], ["uniform bits"])
+
+
+def test_a_quarter_of_float16_is_nearer_to_full_kv_than_4_bits_per_token(
+    compared: dict[str, Compared],
+) -> None:
+    """63 bytes per token and head with zipcache, 72 with scales and zeros per token."""
+    assert is_nearer(compared, "zipcache, a quarter of float16", "4 bits per token")
 
 
 def test_8_bits_leave_the_most_likely_token(compared: dict[str, Compared]) -> None:

@@ -38,7 +38,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array
-from midfill.kv.quantized import MAX_OUTLIER_PLACES, QuantizedBlock, QuantizedVectors
+from midfill.kv.quantized import (
+    MAX_OUTLIER_PLACES,
+    MAX_RANK,
+    QuantizedBlock,
+    QuantizedVectors,
+)
 from midfill.methods.budget import require
 from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
@@ -51,9 +56,6 @@ from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 
 NAME = "gear"
-MAX_RANK = 16
-"""Of what the compiled kernels add up."""
-
 _ITERATIONS = 3
 
 _Number = TypeVar("_Number", np.float32, np.bool_)
