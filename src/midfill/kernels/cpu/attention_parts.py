@@ -32,12 +32,14 @@ class QuantizedTable(NamedTuple):
         indptr: int32, of one part after another: layers * kv_heads + 1 numbers of blocks each.
         table: int32 [blocks * BLOCK_FIELDS].
         cells: int32, what the blocks fill.
+        kernel: address of what attends to a segment of their keys; 0 where there are none.
     """
 
     first: Int32Array
     indptr: Int32Array
     table: Int32Array
     cells: Int32Array
+    kernel: int
 
 
 class AttentionParts(NamedTuple):
@@ -85,7 +87,7 @@ def no_parts() -> AttentionParts:
     integers = np.zeros(0, np.int32)
     ragged = RaggedCells(integers, integers, integers, np.zeros(0, np.float32))
     memory = (aligned_zeros((1, 0), kind) for kind in (np.float32, np.int32))
-    quantized = QuantizedTable(integers, integers, integers, integers)
+    quantized = QuantizedTable(integers, integers, integers, integers, 0)
     sums = np.zeros(0, np.float32)
     return AttentionParts(
         integers, integers, np.zeros(0, np.float64), integers, integers, ragged, quantized,

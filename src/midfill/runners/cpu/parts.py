@@ -30,11 +30,13 @@ from midfill.kernels.cpu.decoder_data import Batch, Stages, Workspace
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.parts.attention import MAX_PARTIAL_ROWS, attend_parts
-from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, scratch_size
+from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, PartKeys, PartScratch, scratch_size
 from midfill.kernels.cpu.parts.probe import mean_keys, probe_masses
-from midfill.kernels.cpu.ragged_cells import pack_ragged
+from midfill.kernels.cpu.parts.quantized_attention import attend_quantized_segment
+from midfill.kernels.cpu.ragged_cells import HeadKeys, pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES
+from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.kv.quantized import CELLS_AT, QuantizedBlocks
 from midfill.models.config import ModelConfig
@@ -67,7 +69,7 @@ class PartAttention:
         self._scratch = aligned_zeros((threads, scratch_size(config.head_dim)), np.float32)
         self._numbers = aligned_zeros((threads, NUMBERS), np.int32)
         self._weights = self._states = aligned_zeros((threads, 0), np.float32)
-        self._address = 0
+        self._address = self._quantized_address = 0
 
     def run(
         self,
@@ -176,7 +178,7 @@ class PartAttention:
         visible = [part.visible for part in parts if part.visible is not None]
         slots_at, visible_at = _starts([part.slots for part in parts]), _starts(visible)
         ragged, _ = pack_ragged([part.cells for part in parts])
-        quantized = _pack_blocks(
+        quantized = self._pack_blocks(
             [None if part.cells is None else part.cells.quantized for part in parts]
         )
         partial_rows = partials * config.kv_heads * MAX_PARTIAL_ROWS
@@ -211,6 +213,22 @@ class PartAttention:
                 Queries(workspace.qkv, self._stride), parts, workspace.attended,
             )  # fmt: skip
         return self._address
+
+    def _pack_blocks(self, parts: Sequence[QuantizedBlocks | None]) -> QuantizedTable:
+        """Return the quantised blocks of a batch's parts, with the kernel that attends to them."""
+        if all(blocks is None for blocks in parts):
+            return no_parts().quantized
+        if not self._quantized_address:
+            floats, numbers = self._scratch[0], self._numbers[0]
+            sums, none = SoftmaxSums(floats, floats), no_parts()
+            keys = PartKeys(
+                HeadKeys(0, 0, 0, 0, False), numbers, none.ragged, none.quantized, 0, 0, 0
+            )
+            scratch = PartScratch(*(floats,) * 4, *(sums,) * 3, *(numbers,) * 3, floats)
+            self._quantized_address = kernel_address(
+                attend_quantized_segment, self._layer_kv(0), keys, 0, 0, 0, 0, scratch, sums
+            )
+        return _joined_blocks(parts, self._quantized_address)
 
     def _probes(
         self,
@@ -347,11 +365,9 @@ def _count_partials(config: ModelConfig, rows: int, plan: AttentionPlan) -> int:
     return -(-int(blocks.counts.max(initial=0)) // SEGMENT)
 
 
-def _pack_blocks(parts: Sequence[QuantizedBlocks | None]) -> QuantizedTable:
+def _joined_blocks(parts: Sequence[QuantizedBlocks | None], kernel: int) -> QuantizedTable:
     """Return the quantised blocks of a batch's parts as the kernels take them."""
     present = [blocks for blocks in parts if blocks is not None]
-    if not present:
-        return no_parts().quantized
     tables = []
     for blocks, start in zip(present, _starts([each.cells for each in present]), strict=True):
         table = blocks.table.copy()
@@ -366,6 +382,7 @@ def _pack_blocks(parts: Sequence[QuantizedBlocks | None]) -> QuantizedTable:
         ),
         np.concatenate(tables).astype(np.int32),
         np.concatenate([each.cells for each in present]),
+        kernel,
     )
 
 

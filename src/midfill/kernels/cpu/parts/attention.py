@@ -7,9 +7,9 @@ its power, and the parts are merged in order. So a row's result doesn't depend o
 it, and a single part, or a list of all keys, gives the bits of dense attention. What is not listed
 is neither read nor multiplied.
 
-Quantised keys come first, in segments of their own, each of which is decoded to the thread's
-memory. Where few rows meet them, as when an answer is written, threads share the segments: each is
-a *partial*, computed on its own and merged in order afterwards, with the same result.
+Quantised keys come first, in segments of their own (quantized_attention.py). Where few rows meet
+them, as when an answer is written, threads share the segments: each is a *partial*, computed on its
+own and merged in order afterwards, with the same result.
 """
 
 from typing import Any
@@ -33,6 +33,7 @@ from midfill.kernels.cpu.attention_parts import (
     VISIBLE_AT,
     AttentionParts,
 )
+from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized, transform_for
 from midfill.kernels.cpu.kv_spans import KVSpan
@@ -53,9 +54,8 @@ from midfill.kernels.cpu.parts.keys import (
     score_span,
     start_list,
 )
-from midfill.kernels.cpu.parts.quantized import PIECE, decode_vectors, entries_in
-from midfill.kernels.cpu.segment_attention import score_keys, softmax_segment, weigh_values
-from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, empty
+from midfill.kernels.cpu.segment_attention import softmax_segment, weigh_values
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.segments import multiply_scales
 from midfill.kernels.cpu.simd import LANES, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums, clear_states, finish_row, merge_rows
@@ -100,49 +100,6 @@ def _attend_segment(
 
 
 @kernel
-def _attend_quantized_segment(
-    kv: LayerKV, part: PartKeys, segment: int, rows: int, group: int, dim: int,
-    memory: PartScratch, out: SoftmaxSums,
-) -> None:  # fmt: skip
-    """Compute a block's attention over a segment of quantised keys, to ``out``, piece by piece.
-
-    Args:
-        kv: the layer's.
-        part: whose keys.
-        segment: which 256 of them; at least one is there.
-        rows: of the block, times ``group``.
-        group: query heads of the block.
-        dim: elements of a key.
-        memory: holds the block's queries.
-        out: of the block's rows.
-    """
-    top: Any = np.int64(0)
-    base, scores, start = part.head.base * 0, memory.scores, segment * SEGMENT
-    shape = SegmentRows(rows, group, SEGMENT, 0, dim, memory.ends[:0], 0, 0)
-    keys = entries_in(memory.quantized.entries, kv.cache.keys)
-    values = entries_in(memory.quantized.entries, kv.cache.values)
-    end = min(start + SEGMENT, part.quantized)
-    for first in range(start, end, PIECE):
-        count = min(PIECE, end - first)
-        sums = out if first == start else memory.piece
-        decode_vectors(
-            kv.cache, part.blocks, part.first_block, part.end_block, 0, first, count, dim,
-            memory.quantized, keys,
-        )  # fmt: skip
-        span = KVSpan(keys, base, memory.ascending, base, count)
-        score_keys(memory.queries, shape, span, empty(span), memory.panel, scores)
-        softmax_segment(kv.cache.values, shape, count, scores, sums.states, top)
-        decode_vectors(
-            kv.cache, part.blocks, part.first_block, part.end_block, 1, first, count, dim,
-            memory.quantized, values,
-        )  # fmt: skip
-        span = KVSpan(values, base, memory.ascending, base, count)
-        weigh_values(scores, shape, span, empty(span), memory.panel, sums.sums, top)
-        if first > start:
-            merge_rows(out, memory.piece, top, rows, dim)
-
-
-@kernel
 def _attend_quantized(
     kv: LayerKV, parts: AttentionParts, part: PartKeys, partial: int, head: int,
     heads: AttentionHeads, rows: int, group: int, memory: PartScratch, totals: SoftmaxSums,
@@ -167,7 +124,9 @@ def _attend_quantized(
             merge_rows(totals, partials, first_row, rows, dim)
             continue
         out = totals if segment == 0 else memory.segment
-        _attend_quantized_segment(kv, part, segment, rows, group, dim, memory, out)
+        call_kernel(
+            parts.quantized.kernel, (kv, part, np.int64(segment), rows, group, dim, memory, out)
+        )
         if segment > 0:
             merge_rows(totals, memory.segment, top, rows, dim)
 
@@ -194,7 +153,9 @@ def _attend_partial(
     group, factor = heads.group, parts.factors[2 * part]
     load_queries(kv, queries, row, rows, head * group, group, heads, factor, memory.queries)
     dim, found, count = heads.head_dim, memory.segment, rows * group
-    _attend_quantized_segment(kv, own, segment, count, group, dim, memory, found)
+    call_kernel(
+        parts.quantized.kernel, (kv, own, np.int64(segment), count, group, dim, memory, found)
+    )
     first_row = work * MAX_PARTIAL_ROWS
     for i in range(2 * count):
         parts.partial_states[2 * first_row + i] = found.states[i]

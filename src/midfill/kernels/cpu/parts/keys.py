@@ -22,11 +22,7 @@ from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.pair_segments import panel_words
-from midfill.kernels.cpu.parts.quantized import (
-    QuantizedScratch,
-    cut_quantized,
-    quantized_scratch_size,
-)
+from midfill.kernels.cpu.parts.quantized import BLOCK_ROWS, quantized_scratch_size, quantized_words
 from midfill.kernels.cpu.ragged_cells import (
     SCORE_BIAS,
     SCORE_FACTOR,
@@ -42,11 +38,11 @@ from midfill.kernels.cpu.simd import LANES, fma, load, multiply, splat, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kv.quantized import BLOCK_FIELDS, TOKENS
 
-BLOCK = 64
+BLOCK = BLOCK_ROWS
 """Rows of a query block, times the query heads that share a unit; ``QUERY_BLOCK`` of lists."""
-NUMBERS = 5 * SEGMENT + BLOCK
-"""Length of a thread's int32 scratch: numbers and cells of two segments of keys, 0 to 255, and how
-many keys each row sees."""
+NUMBERS = 4 * SEGMENT + BLOCK
+"""Length of a thread's int32 scratch: numbers and cells of two segments of keys, and how many keys
+each row sees."""
 
 
 class PartScratch(NamedTuple):
@@ -57,12 +53,10 @@ class PartScratch(NamedTuple):
         scores: float32 [64 * 256].
         panel: float32 [panel_words(head_dim)], transposed keys or interleaved values.
         gathered: float32 [32], scales or terms of 16 keys.
-        totals, part, segment, piece: all parts so far, one part, one segment, a piece of one; 64
-            rows each.
+        totals, part, segment: all parts so far, one part, one segment; 64 rows each.
         numbers, cells: int32 [2 * 256], of a segment's keys and of the next one's.
-        ascending: int32 [256], 0, 1, 2 and so on: the entries of a decoded segment.
         ends: int32 [64], how many of a segment's keys each row sees.
-        quantized: for decoding a segment.
+        quantized: float32 [quantized_words(head_dim)], see ``cut_quantized``.
     """
 
     queries: Float32Array
@@ -72,17 +66,15 @@ class PartScratch(NamedTuple):
     totals: SoftmaxSums
     part: SoftmaxSums
     segment: SoftmaxSums
-    piece: SoftmaxSums
     numbers: Int32Array
     cells: Int32Array
-    ascending: Int32Array
     ends: Int32Array
-    quantized: QuantizedScratch
+    quantized: Float32Array
 
 
 def scratch_size(head_dim: int) -> int:
     """Return how many float32 a thread needs."""
-    rows = 5 * BLOCK * head_dim + 4 * 2 * BLOCK
+    rows = 4 * BLOCK * head_dim + 3 * 2 * BLOCK
     own = rows + BLOCK * SEGMENT + 2 * LANES + panel_words(head_dim)
     return own + quantized_scratch_size(head_dim)
 
@@ -95,21 +87,16 @@ def cut_scratch(scratch: Float32Array, numbers: Int32Array, head_dim: int) -> Pa
     total_sums, rest = rest[:size], rest[size:]
     part_sums, rest = rest[:size], rest[size:]
     segment_sums, rest = rest[:size], rest[size:]
-    piece_sums, rest = rest[:size], rest[size:]
     scores, rest = rest[: BLOCK * SEGMENT], rest[BLOCK * SEGMENT :]
     gathered, rest = rest[: 2 * LANES], rest[2 * LANES :]
     totals = SoftmaxSums(rest[:states], total_sums)
     part = SoftmaxSums(rest[states : 2 * states], part_sums)
     segment = SoftmaxSums(rest[2 * states : 3 * states], segment_sums)
-    piece = SoftmaxSums(rest[3 * states : 4 * states], piece_sums)
-    quantized, panel = cut_quantized(rest[4 * states :], head_dim)
-    ascending = numbers[4 * SEGMENT : 5 * SEGMENT]
-    for i in range(SEGMENT):
-        ascending[i] = np.int32(i)
+    rest, words = rest[3 * states :], quantized_words(head_dim)
     return PartScratch(
-        queries, scores, panel, gathered, totals, part, segment, piece,
-        numbers[: 2 * SEGMENT], numbers[2 * SEGMENT : 4 * SEGMENT], ascending,
-        numbers[5 * SEGMENT :], quantized,
+        queries, scores, rest[words:], gathered, totals, part, segment,
+        numbers[: 2 * SEGMENT], numbers[2 * SEGMENT : 4 * SEGMENT], numbers[4 * SEGMENT :],
+        rest[:words],
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from numba.np.arrayobj import populate_array
 from midfill.kernels.cpu.attention_parts import QuantizedTable
 from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
-from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number, kernel_by_type
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache, load_entry, store_entry
 from midfill.kernels.cpu.memory import LINE, Float32Array, Int32Array
 from midfill.kernels.cpu.simd import (
@@ -36,6 +36,7 @@ from midfill.kernels.cpu.simd import (
     splat,
     store,
 )
+from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kv.quantized import (
     BITS,
     BLOCK_FIELDS,
@@ -55,6 +56,9 @@ from midfill.kv.quantized import (
 
 PIECE = 64
 """Keys that are decoded at a time."""
+BLOCK_ROWS = 64
+"""Rows of a query block, times the query heads that share a unit: ``BLOCK`` of keys.py."""
+_OUTLIERS_AT_ONCE = 256
 _HALF = 2
 """Bytes of a float16."""
 
@@ -69,6 +73,7 @@ class QuantizedScratch(NamedTuple):
         basis: float32 [MAX_RANK * head_dim].
         tokens: float32 [PIECE * head_dim / 8], scales and zeros of tokens.
         coefficients: float32 [PIECE * MAX_RANK].
+        piece: softmax sums of a piece, 64 rows.
     """
 
     entries: Float32Array
@@ -77,26 +82,32 @@ class QuantizedScratch(NamedTuple):
     basis: Float32Array
     tokens: Float32Array
     coefficients: Float32Array
+    piece: SoftmaxSums
 
 
 def quantized_scratch_size(head_dim: int) -> int:
     """Return how many float32 a thread needs."""
-    numbers = PIECE * head_dim
+    numbers, rows = PIECE * head_dim, BLOCK_ROWS * (head_dim + 2)
     ranks = MAX_RANK * (head_dim + PIECE)
-    return 2 * numbers + LANES + 2 * head_dim + numbers // 8 + ranks
+    return 2 * numbers + LANES + 2 * head_dim + numbers // 8 + ranks + rows
+
+
+quantized_words = kernel(quantized_scratch_size)
+"""``quantized_scratch_size`` for kernels."""
 
 
 @kernel
-def cut_quantized(scratch: Float32Array, head_dim: int) -> tuple[QuantizedScratch, Float32Array]:
-    """Cut a thread's memory into its parts; return what is left of it, too."""
-    numbers = PIECE * head_dim
-    entries, rest = scratch[:numbers], scratch[numbers:]
+def cut_quantized(memory: Float32Array, head_dim: int) -> QuantizedScratch:
+    """Cut a thread's memory into its parts."""
+    numbers, rows = PIECE * head_dim, BLOCK_ROWS * head_dim
+    entries, rest = memory[:numbers], memory[numbers:]
     raw, rest = rest[: numbers + LANES], rest[numbers + LANES :]
     channels, rest = rest[: 2 * head_dim], rest[2 * head_dim :]
     basis, rest = rest[: MAX_RANK * head_dim], rest[MAX_RANK * head_dim :]
     tokens, rest = rest[: numbers // 8], rest[numbers // 8 :]
     coefficients, rest = rest[: PIECE * MAX_RANK], rest[PIECE * MAX_RANK :]
-    return QuantizedScratch(entries, raw, channels, basis, tokens, coefficients), rest
+    piece = SoftmaxSums(rest[rows:], rest[:rows])
+    return QuantizedScratch(entries, raw, channels, basis, tokens, coefficients, piece)
 
 
 # ---- generated code --------------------------------------------------------------------------
@@ -349,15 +360,11 @@ def _decoder(width: int) -> Any:
         groups: int, rank: int, count: int, dim: int, plane: int, memory: QuantizedScratch,
         out: KVArray, to: int,
     ) -> None:  # fmt: skip
-        # Loops whose lengths are constants are unrolled.
+        # Loops whose lengths are constants are unrolled. Other shapes would take long to compile.
         if rank == 0 and dim == 64 and groups == 0:
             decode_shape(0, 0, count, 64, plane, memory, out, to)
         elif rank == 0 and dim == 64 and groups == 1:
             decode_shape(1, 0, count, 64, plane, memory, out, to)
-        elif rank == 0 and dim == 128 and groups == 0:
-            decode_shape(0, 0, count, 128, plane, memory, out, to)
-        elif rank == 0 and dim == 128 and groups <= 2:
-            decode_shape(groups, 0, count, 128, plane, memory, out, to)
         else:
             decode_shape(groups, rank, count, dim, plane, memory, out, to)
 
@@ -393,22 +400,42 @@ def _place_outliers(
         else:
             high = middle
     values_at = at + outliers * _HALF
-    number = low
-    while number < outliers:
-        _copy(cache, cells, half_bytes, at + number * _HALF, _HALF, memory.raw, 0)
-        place = _load_place(memory.raw, 0) - first * dim
-        if place >= count * dim:
-            return
+    for start in range(low, outliers, _OUTLIERS_AT_ONCE):
+        taken = min(_OUTLIERS_AT_ONCE, outliers - start)
+        # Values come after the places in the scratch, which are half as wide.
         _copy_halves(
-            cache, cells, half_bytes, values_at + number * _HALF, 1, memory.raw, memory.raw, LANES
-        )
-        # Entries may be of any format, so the vector that it is in is written anew.
-        lane = place % LANES
-        vector = to * dim + place - lane
-        store(memory.raw, 2 * LANES, load_entry(out, vector))
-        memory.raw[2 * LANES + lane] = memory.raw[LANES]
-        store_entry(out, vector, load(memory.raw, 2 * LANES))
-        number += 1
+            cache, cells, half_bytes, values_at + start * _HALF, taken, memory.raw, memory.raw,
+            _OUTLIERS_AT_ONCE,
+        )  # fmt: skip
+        _copy(cache, cells, half_bytes, at + start * _HALF, taken * _HALF, memory.raw, 0)
+        for number in range(taken):
+            place = _load_place(memory.raw, number * _HALF) - first * dim
+            if place >= count * dim:
+                return
+            value = memory.raw[_OUTLIERS_AT_ONCE + number]
+            replace_number(out, to * dim + place, value, memory.raw)
+
+
+@inlined_kernel
+def _replace_float(out: KVArray, at: int, value: float, scratch: Float32Array) -> None:
+    out[at] = value
+
+
+@inlined_kernel
+def _replace_in_vector(out: KVArray, at: int, value: float, scratch: Float32Array) -> None:
+    lane, room = at % LANES, 3 * _OUTLIERS_AT_ONCE
+    store(scratch, room, load_entry(out, at - lane))
+    scratch[room + lane] = value
+    store_entry(out, at - lane, load(scratch, room))
+
+
+@kernel_by_type
+def replace_number(out: Any, *_: Any) -> Any:
+    """Set a number of entries. Arguments: (out, at, value float32, scratch float32).
+
+    One of a format that can't be rounded to alone is written anew with the vector that it is in.
+    """
+    return _replace_float if out.dtype == types.float32 else _replace_in_vector
 
 
 @kernel
