@@ -1,6 +1,6 @@
 """Distributions that a model has for the tokens of a given answer, under a method."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,10 +44,14 @@ class ForcingRunner:
 
 
 class ForcedAnswers:
-    """Asks one engine, in which every exact prompt stays cached, for given answers."""
+    """Asks one engine, in which every exact prompt stays cached, for given answers.
 
-    def __init__(self, runner: CpuRunner, methods: dict[str, Method | None]) -> None:
+    The runner serves nothing else: its cells are this engine's.
+    """
+
+    def __init__(self, runner: CpuRunner, methods: Mapping[str, Method | None]) -> None:
         self._forcing = ForcingRunner(runner)
+        self._exact: dict[tuple[tuple[int, ...], tuple[int, ...]], np.ndarray] = {}
         # A prompt is one step, and no answer is drafted.
         self._engine = build_engine(self._forcing, token_budget=8192, methods=methods)  # type: ignore[arg-type]
 
@@ -60,3 +64,14 @@ class ForcedAnswers:
         found = serve(self._engine, [request("r", prompt, params, tenant, method=method)])["r", 0]
         assert found.tokens == list(answer)
         return np.array(self._forcing.seen)
+
+    def divergence(self, method: str, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """Return the mean divergence of a method's answer from that of full KV, named "".
+
+        An answer's first token is left out: it sees the whole prompt under every method.
+        """
+        asked = tuple(prompt), tuple(answer)
+        if asked not in self._exact:
+            self._exact[asked] = self.logprobs("", prompt, answer)
+        exact, other = self._exact[asked], self.logprobs(method, prompt, answer)
+        return float((np.exp(exact) * (exact - other)).sum(axis=1)[1:].mean())

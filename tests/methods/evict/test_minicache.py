@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from default_model import DefaultModel
 from fake_keys import CONFIG, DIM, KV_HEADS, LAYERS, ArrayCells, fake_keys
-from forced_answers import ForcedAnswers
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.kv.ragged import cells_of_slots
 from midfill.methods.evict.method import CompressionMethod, SequenceKeys
 from midfill.methods.evict.minicache import (
     MergedLayers,
@@ -27,16 +26,12 @@ from midfill.methods.evict.minicache import (
     slerp,
 )
 from midfill.methods.evict.selection import Selection
-from midfill.methods.method import Method
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
-from midfill.models.checkpoints.opening import open_checkpoint, open_model
+from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.forward.batch import ForwardBatch
 from midfill_lab.bench.methods.nulls import make_null
-from midfill_lab.bench.methods.probes import Haystacks
 from midfill_lab.bench.methods.spending import cells_per_head
 from serving import build_engine, request, same, serve
 
@@ -389,37 +384,23 @@ def test_cells_are_as_many_as_the_formula_says() -> None:
 TEXTS, TOKENS, ANSWER = 6, 1200, 33
 
 
-class DefaultModel:
-    """The default model over source files of 1,200 tokens, whose next tokens are known."""
-
-    def __init__(self) -> None:
-        adapter = resolve_adapter(DEFAULT_MODEL, None)
-        self.checkpoint = open_model(REGISTERED[DEFAULT_MODEL].path, adapter)
-        self.served = ServedModel(config=self.checkpoint.config)
-        self.runner = CpuRunner.load(self.checkpoint, slots=4 * TOKENS, threads=1)
-        haystacks = Haystacks(self.checkpoint.tokenizer.encode, seed=0)
-        self.texts = [haystacks.hide(100 + number, TOKENS + 64, []) for number in range(TEXTS)]
-
-    def divergences(self, methods: dict[str, CompressionMethod]) -> dict[str, np.ndarray]:
-        """Return the mean divergence from full KV of each text's known tokens: [texts]."""
-        named: dict[str, Method | None] = {"": None, **methods}
-        answers = ForcedAnswers(self.runner, named)
-        found: dict[str, list[float]] = {name: [] for name in methods}
-        for text in self.texts:
-            asked = text[:TOKENS], text[TOKENS : TOKENS + ANSWER]
-            exact = answers.logprobs("", *asked)
-            for name in methods:
-                other = answers.logprobs(name, *asked)
-                # The first token sees the whole prompt under every method.
-                found[name].append((np.exp(exact) * (exact - other)).sum(axis=1)[1:].mean())
-        return {name: np.array(values) for name, values in found.items()}
-
-
 @pytest.fixture(scope="module")
-def default_model() -> Iterator[DefaultModel]:
-    model = DefaultModel()
-    yield model
-    model.runner.close()
+def texts(default_model: DefaultModel) -> list[list[int]]:
+    """Source files of 1,200 tokens and 64 that follow."""
+    return [default_model.haystacks.hide(100 + each, TOKENS + 64, []) for each in range(TEXTS)]
+
+
+def divergences(
+    model: DefaultModel, texts: list[list[int]], methods: dict[str, CompressionMethod]
+) -> dict[str, np.ndarray]:
+    """Return the mean divergence from full KV of each text's known tokens: [texts]."""
+    found: dict[str, list[float]] = {name: [] for name in methods}
+    with model.forced_answers(4 * TOKENS, {"": None, **methods}) as answers:
+        for text in texts:
+            for name in methods:
+                divergence = answers.divergence(name, text[:TOKENS], text[TOKENS:][:ANSWER])
+                found[name].append(divergence)
+    return {name: np.array(values) for name, values in found.items()}
 
 
 @pytest.mark.slow
@@ -427,19 +408,13 @@ def default_model() -> Iterator[DefaultModel]:
 @pytest.mark.timeout(900)
 class TestDefaultModel:
     def test_neighbouring_layers_point_in_unrelated_directions(
-        self, default_model: DefaultModel
+        self, default_model: DefaultModel, texts: list[list[int]]
     ) -> None:
         """What MiniCache builds on, cosines near 1, isn't there in this model; -s shows them."""
-        runner, config = default_model.runner, default_model.checkpoint.config
-        slots, ends = np.arange(TOKENS, dtype=np.int32), np.array([0, TOKENS], np.int32)
-        text = np.array(default_model.texts[0][:TOKENS], np.int32)
-        runner.forward(ForwardBatch(text, slots, slots, ends, ends, slots, slots[-1:]))
-        cells = cells_of_slots(slots, config.layers * config.kv_heads, runner.slots)
-        read = [np.array(part) for part in zip(*map(runner.cells.read, cells), strict=True)]
-        shape = (config.layers, config.kv_heads * TOKENS, config.head_dim)
-        keys, values = (part.reshape(shape) for part in read)
+        found = default_model.keys_and_values(texts[0][:TOKENS])
+        keys, values = (part.reshape(len(part), -1, part.shape[-1]) for part in found)
         print("\nlayers   keys: mean cosine, and of 9 in 10   values")
-        for layer in range(config.layers - 1):
+        for layer in range(len(keys) - 1):
             shown = f"{layer:2} {layer + 1:2} "
             for part, bound in ((keys, 0.3), (values, 0.05)):
                 cosines = np.cos(np.pi * distances(part[layer], part[layer + 1]))
@@ -449,7 +424,7 @@ class TestDefaultModel:
             print(shown)
 
     def test_the_less_is_merged_the_less_is_lost_and_snapkv_loses_less_with_as_many_cells(
-        self, default_model: DefaultModel
+        self, default_model: DefaultModel, texts: list[list[int]]
     ) -> None:
         served = default_model.served
         plain = "minicache:retain=0"
@@ -465,7 +440,7 @@ class TestDefaultModel:
             "SnapKV, as many cells": make_null("minicache", "plain score", served),
             "tokens at equal distances, as many cells": make_null("minicache", "evenly", served),
         }
-        found = default_model.divergences(methods)
+        found = divergences(default_model, texts, methods)
         print()
         for name, values in found.items():
             radius = 2.571 * values.std(ddof=1) / np.sqrt(TEXTS)  # Student's, 5 degrees

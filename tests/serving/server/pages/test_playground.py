@@ -413,7 +413,8 @@ def test_what_the_server_refuses_is_said_in_one_line(playground: PlaygroundPage)
     playground.page.route(
         "**/v1/completions", lambda route: route.fulfill(status=400, body=json.dumps(error))
     )
-    playground.page.keyboard.press("x")
+    with playground.page.expect_response("**/v1/completions"):
+        playground.page.keyboard.press("x")
     playground.page.wait_for_selector("#notice:not([hidden])")
     assert playground.page.locator("#notice").text_content() == "The prompt is too long."
     playground.complaints.clear()  # the browser's own line about the status
