@@ -6,15 +6,15 @@ text by text.
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pytest
-from forced_answers import ForcedAnswers
+from default_model import DefaultModel
 
 from midfill.arrays import Float32Array
 from midfill.engine.request import EngineSamplingParams
-from midfill.kv.ragged import cells_of_slots
 from midfill.methods.evict.accumulated_attention import ObservationMemory
 from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.selection import Selection
@@ -22,14 +22,9 @@ from midfill.methods.method import Method, ModelSpecific
 from midfill.methods.quantize.gear import Gear, low_rank
 from midfill.methods.quantize.mikv import MiKV, MixedPrecision
 from midfill.methods.registry import resolve_method
-from midfill.methods.served_model import ServedModel
-from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
-from midfill.models.checkpoints.opening import open_model
 from midfill.models.config import ModelConfig
-from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.forward.batch import ForwardBatch
 from midfill_lab.bench.methods.nulls import make_null
-from midfill_lab.bench.methods.probes import Haystacks, names
+from midfill_lab.bench.methods.probes import names
 from serving import build_engine, request, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
@@ -72,8 +67,8 @@ class DroppedKeys:
         return selection and replace(selection, quantized=None)
 
 
-class DefaultModel:
-    """The default model, asked for known tokens.
+class Asking:
+    """Asks the default model for known tokens.
 
     Attributes:
         code: beginnings of source files, with what follows them.
@@ -81,19 +76,14 @@ class DefaultModel:
         long_code: longer beginnings, with more of what follows.
     """
 
-    def __init__(self) -> None:
-        checkpoint = open_model(
-            REGISTERED[DEFAULT_MODEL].path, resolve_adapter(DEFAULT_MODEL, None)
-        )
-        self.served = ServedModel(checkpoint.config)
-        self.runner = CpuRunner.load(checkpoint, slots=2 * TEXTS * TOKENS + 3000, threads=1)
-        haystacks = Haystacks(checkpoint.tokenizer.encode, seed=0)
+    def __init__(self, model: DefaultModel, stack: ExitStack) -> None:
+        self.model, haystacks = model, model.haystacks
         # Texts have a few tokens fewer than they are asked for.
         texts = [haystacks.hide(number, TOKENS + 64, []) for number in range(TEXTS)]
         self.code = [(text[:TOKENS], text[TOKENS : TOKENS + ANSWER]) for text in texts]
         texts = [haystacks.hide(number, LONG + KNOWN + 64, []) for number in range(100, 102)]
         self.long_code = [(text[:LONG], text[LONG : LONG + KNOWN]) for text in texts]
-        encode = checkpoint.tokenizer.encode_continuation
+        encode = model.checkpoint.tokenizer.encode_continuation
         self.needles = []
         for number in range(TEXTS):
             rng = random.Random(number)
@@ -103,8 +93,8 @@ class DefaultModel:
             text = haystacks.hide(number, TOKENS - len(question), [needle])
             self.needles.append(([*text, *question], encode(f" {code}.\n")))
         self._methods: dict[str, Method | None] = {"": None}
-        self._answers = ForcedAnswers(self.runner, self._methods)
-        self._exact: dict[str, list[np.ndarray]] = {}
+        slots = 2 * TEXTS * TOKENS + 3000
+        self._answers = stack.enter_context(model.forced_answers(slots, self._methods))
         self._memory = ObservationMemory()
 
     def make(self, specification: str, null: str = "") -> Method:
@@ -114,37 +104,28 @@ class DefaultModel:
             assert isinstance(method, MiKV)
             method = Dropping(**asdict(method))
         elif null:
-            method = make_null(specification, null, self.served)
+            method = make_null(specification, null, self.model.served)
         elif isinstance(method, ModelSpecific):
-            method = method.for_model(self.served)
+            method = method.for_model(self.model.served)
         assert method is not None
         if isinstance(method, MiKV):
             # What they observe of a prompt is the same, and takes longer than all else.
             vars(method)["memory"] = self._memory
         return method
 
-    def logprobs(self, method: Method | None, asked: Asked) -> np.ndarray:
+    def logprobs(self, method: Method, asked: Asked) -> np.ndarray:
         """Return the log probabilities [known tokens, vocab] of what follows a text."""
         self._methods["m"] = method
-        return self._answers.logprobs("m" if method else "", *asked)
-
-    def divergences(self, method: Method, kind: str = "code") -> np.ndarray:
-        """Return the mean divergence from full KV of each text's known tokens: [texts].
-
-        The first one is left out: it sees the whole prompt under every method.
-        """
-        texts: list[Asked] = getattr(self, kind)
-        if kind not in self._exact:
-            self._exact[kind] = [self.logprobs(None, asked) for asked in texts]
-        found = []
-        for exact, asked in zip(self._exact[kind], texts, strict=True):
-            other = self.logprobs(method, asked)
-            found.append((np.exp(exact) * (exact - other)).sum(axis=1)[1:].mean())
-        return np.array(found)
+        return self._answers.logprobs("m", *asked)
 
     def show(self, specification: str, null: str = "", kind: str = "code") -> np.ndarray:
-        """Return divergences; print their mean with its 95% interval, and their median."""
-        found = self.divergences(self.make(specification, null), kind)
+        """Return each text's mean divergence from full KV: [texts].
+
+        Prints their mean with its 95% interval, and their median.
+        """
+        self._methods["m"] = self.make(specification, null)
+        texts: list[Asked] = getattr(self, kind)
+        found = np.array([self._answers.divergence("m", *asked) for asked in texts])
         shown = f"{found.mean():.4f} ±{radius(found):.4f}, median {np.median(found):.4f}"
         print(f"\n{kind:8} {specification:28} {null:18} {shown}", end="")
         return found
@@ -165,74 +146,60 @@ def is_nearer(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[DefaultModel]:
-    model = DefaultModel()
-    yield model
-    model.runner.close()
+def asking(default_model: DefaultModel) -> Iterator[Asking]:
+    with ExitStack() as stack:
+        yield Asking(default_model, stack)
 
 
-def test_mikv_order(model: DefaultModel) -> None:
+def test_mikv_order(asking: Asking) -> None:
     """For the keys with least attention, and balanced; but uniform bits win."""
-    coarse, mikv = model.show("mikv:ratio=0,balance=0"), model.show("mikv")
+    coarse, mikv = asking.show("mikv:ratio=0,balance=0"), asking.show("mikv")
     for null in ("random split", "no balancer"):
-        assert is_nearer(mikv, model.show("mikv", null))
+        assert is_nearer(mikv, asking.show("mikv", null))
     assert is_nearer(mikv, coarse)
-    assert is_nearer(model.show("mikv:low=4"), mikv)
-    assert is_nearer(model.show("mikv", "uniform bits"), mikv), "as many bytes, 4 bits for all"
+    assert is_nearer(asking.show("mikv:low=4"), mikv)
+    assert is_nearer(asking.show("mikv", "uniform bits"), mikv), "as many bytes, 4 bits for all"
 
 
-def test_mikv_keeps_what_eviction_loses(model: DefaultModel) -> None:
+def test_mikv_keeps_what_eviction_loses(asking: Asking) -> None:
     """Of what is asked for later, on needles. What just follows in code doesn't need it."""
-    dropped = model.show("mikv", "dropped", "needles")
-    coarse = model.show("mikv:ratio=0,balance=0", kind="needles")
-    mikv, finer = (model.show(each, kind="needles") for each in ("mikv", "mikv:low=4"))
+    dropped = asking.show("mikv", "dropped", "needles")
+    coarse = asking.show("mikv:ratio=0,balance=0", kind="needles")
+    mikv, finer = (asking.show(each, kind="needles") for each in ("mikv", "mikv:low=4"))
     assert is_nearer(coarse, dropped)
     assert is_nearer(mikv, coarse)
     assert is_nearer(finer, mikv)
-    assert is_nearer(mikv, model.show("mikv:ratio=0.35", "dropped", "needles")), "as many bytes"
+    assert is_nearer(mikv, asking.show("mikv:ratio=0.35", "dropped", "needles")), "as many bytes"
     for ratio in (0.2, 0.35):
-        model.show(f"mikv:ratio={ratio}", "dropped")
+        asking.show(f"mikv:ratio={ratio}", "dropped")
 
 
-def test_gear_nulls(model: DefaultModel) -> None:
+def test_gear_nulls(asking: Asking) -> None:
     """Both corrections help, and know where; but their bytes are better spent on codes."""
-    plain, low = model.show("gear:bits=2,outliers=0,rank=0"), model.show("gear:bits=2,outliers=0")
-    sparse, gear = model.show("gear:bits=2,rank=0"), model.show("gear:bits=2")
+    plain, low = asking.show("gear:bits=2,outliers=0,rank=0"), asking.show("gear:bits=2,outliers=0")
+    sparse, gear = asking.show("gear:bits=2,rank=0"), asking.show("gear:bits=2")
     assert is_nearer(low, plain)
     assert is_nearer(sparse, plain)
     assert is_nearer(gear, sparse)
-    assert is_nearer(low, model.show("gear:bits=2,outliers=0", "random directions"))
-    assert is_nearer(gear, model.show("gear:bits=2", "random outliers"))
-    assert is_nearer(model.show("gear:bits=2,outliers=0", "smaller groups"), low), (
+    assert is_nearer(low, asking.show("gear:bits=2,outliers=0", "random directions"))
+    assert is_nearer(gear, asking.show("gear:bits=2", "random outliers"))
+    assert is_nearer(asking.show("gear:bits=2,outliers=0", "smaller groups"), low), (
         "KIVI's, as many bytes"
     )
-    assert is_nearer(model.show("gear:bits=2", "wider codes"), gear), "3 bits, in fewer bytes"
+    assert is_nearer(asking.show("gear:bits=2", "wider codes"), gear), "3 bits, in fewer bytes"
 
 
-def test_gear_at_four_bits(model: DefaultModel) -> None:
+def test_gear_at_four_bits(asking: Asking) -> None:
     """The default loses half of what its backbone does, as smaller groups would."""
-    gear, plain = model.show("gear"), model.show("gear:outliers=0,rank=0")
-    model.show("gear", "smaller groups")
+    gear, plain = asking.show("gear"), asking.show("gear:outliers=0,rank=0")
+    asking.show("gear", "smaller groups")
     assert gear.mean() < 0.7 * plain.mean()
     assert is_nearer(gear, plain)
 
 
-def keys_and_values(model: DefaultModel, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return those of the first text: float32 [layers, kv_heads, tokens, head_dim] each."""
-    runner, config = model.runner, model.served.config
-    slots, ends = np.arange(tokens, dtype=np.int32), np.array([0, tokens], np.int32)
-    text = np.array(model.code[0][0][:tokens], np.int32)
-    runner.forward(ForwardBatch(text, slots, slots, ends, ends, slots, slots[-1:]))
-    cells = cells_of_slots(slots, config.layers * config.kv_heads, runner.slots)
-    read = (np.array(part) for part in zip(*map(runner.cells.read, cells), strict=True))
-    shape = (config.layers, config.kv_heads, tokens, config.head_dim)
-    keys, values = (part.reshape(shape) for part in read)
-    return keys, values
-
-
-def test_gear_on_real_keys_and_values(model: DefaultModel) -> None:
+def test_gear_on_real_keys_and_values(asking: Asking) -> None:
     """Each correction, and each rank, takes some of the error off; power iterations find it."""
-    keys, values = keys_and_values(model, 256)
+    keys, values = asking.model.keys_and_values(asking.code[0][0][:256])
 
     def error(method: Gear) -> np.ndarray:
         lost = np.zeros(2)
@@ -263,22 +230,23 @@ def test_gear_on_real_keys_and_values(model: DefaultModel) -> None:
             assert lost <= 1.05 * best
 
 
-def test_gear_greedy(model: DefaultModel) -> None:
+def test_gear_greedy(asking: Asking) -> None:
     """An answer leaves that of full KV later, on average, than without the low rank."""
     steps, methods = 24, {"": None}
-    methods["low rank"] = model.make("gear:bits=2,outliers=0,rank=4,later_rank=4,buffer=16")
-    methods["without"] = model.make("gear:bits=2,outliers=0,rank=0,later_rank=0,buffer=16")
+    methods["low rank"] = asking.make("gear:bits=2,outliers=0,rank=4,later_rank=4,buffer=16")
+    methods["without"] = asking.make("gear:bits=2,outliers=0,rank=0,later_rank=0,buffer=16")
     params = EngineSamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
-    engine = build_engine(model.runner, token_budget=8192, methods=methods)
     found: dict[str, list[int]] = {"low rank": [], "without": []}
-    for text, _ in model.code:
-        answers = {
-            name: serve(engine, [request("r", text, params, method=name)])["r", 0].tokens
-            for name in methods
-        }
-        for name, left in found.items():
-            pairs = zip(answers[""], answers[name], strict=True)
-            left.append(next((at for at, (a, b) in enumerate(pairs) if a != b), steps))
+    with asking.model.runner(TEXTS * TOKENS + 3000) as runner:
+        engine = build_engine(runner, token_budget=8192, methods=methods)
+        for text, _ in asking.code:
+            answers = {
+                name: serve(engine, [request("r", text, params, method=name)])["r", 0].tokens
+                for name in methods
+            }
+            for name, left in found.items():
+                pairs = zip(answers[""], answers[name], strict=True)
+                left.append(next((at for at, (a, b) in enumerate(pairs) if a != b), steps))
     later, earlier = (np.array(found[name]) for name in ("low rank", "without"))
     print(f"\nanswers part at step {later.mean():.1f} with, {earlier.mean():.1f} without low rank")
     difference = later - earlier
@@ -286,13 +254,13 @@ def test_gear_greedy(model: DefaultModel) -> None:
     assert later.mean() > earlier.mean()
 
 
-def test_gear_perplexity(model: DefaultModel) -> None:
+def test_gear_perplexity(asking: Asking) -> None:
     """Of 512 known tokens after 1,024, blocks of the answer included."""
     losses = []
     for specification in ("gear:bits=2,outliers=0", "gear:bits=2,outliers=0,rank=0,later_rank=0"):
-        method, found = model.make(specification), []
-        for text, known in model.long_code:
-            rows = model.logprobs(method, (text, known))
+        method, found = asking.make(specification), []
+        for text, known in asking.long_code:
+            rows = asking.logprobs(method, (text, known))
             found.append(-rows[np.arange(KNOWN), known])
         losses.append(np.concatenate(found))
         print(f"\n{specification:40} perplexity {np.exp(losses[-1].mean()):.3f}", end="")

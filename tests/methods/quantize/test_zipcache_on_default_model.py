@@ -5,25 +5,20 @@ text by text; -s shows all of it.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from forced_answers import ForcedAnswers
+from default_model import DefaultModel
 
 from midfill.methods.evict.accumulated_attention import ObservationMemory
 from midfill.methods.method import Method
 from midfill.methods.quantize.kivi import Kivi
 from midfill.methods.quantize.zipcache import ZipCache
 from midfill.methods.served_model import ServedModel
-from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
-from midfill.models.checkpoints.opening import open_model
-from midfill.runners.cpu.runner import CpuRunner
 from midfill_lab.bench.methods.fewer_bits import UniformPerToken
 from midfill_lab.bench.methods.nulls import NULLS, make_null
-from midfill_lab.bench.methods.probes import Haystacks, names
+from midfill_lab.bench.methods.probes import names
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
 
@@ -46,18 +41,6 @@ class Compared:
 
     divergence: np.ndarray
     agreement: np.ndarray
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_model(REGISTERED[DEFAULT_MODEL].path, resolve_adapter(DEFAULT_MODEL, None))
-
-
-@pytest.fixture(scope="module")
-def runner(checkpoint: Checkpoint) -> Iterator[CpuRunner]:
-    runner = CpuRunner.load(checkpoint, slots=TEXTS * TOKENS + 3000, threads=1)
-    yield runner
-    runner.close()
 
 
 def methods(served: ServedModel) -> dict[str, Method]:
@@ -83,21 +66,20 @@ def methods(served: ServedModel) -> dict[str, Method]:
 
 
 @pytest.fixture(scope="module")
-def compared(checkpoint: Checkpoint, runner: CpuRunner) -> dict[str, Compared]:
-    named = methods(ServedModel(checkpoint.config))
-    answers = ForcedAnswers(runner, {"": None, **named})
-    haystacks = Haystacks(checkpoint.tokenizer.encode, seed=0)
+def compared(default_model: DefaultModel) -> dict[str, Compared]:
+    named = methods(default_model.served)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
-    for number in range(TEXTS):
-        text = haystacks.hide(100 + number, TOKENS + 64, [])
-        asked = text[:TOKENS], text[TOKENS : TOKENS + ANSWER]
-        answers.logprobs("zipcache", *asked)  # computes the prompt, which is cached from here on
-        exact = answers.logprobs("", *asked)
-        for name in named:
-            other = answers.logprobs(name, *asked)
-            divergence = (np.exp(exact) * (exact - other)).sum(axis=1)
-            agreement = exact.argmax(axis=1) == other.argmax(axis=1)
-            found[name].append((divergence[1:].mean(), agreement[1:].mean()))
+    with default_model.forced_answers(TEXTS * TOKENS + 3000, {"": None, **named}) as answers:
+        for number in range(TEXTS):
+            text = default_model.haystacks.hide(100 + number, TOKENS + 64, [])
+            asked = text[:TOKENS], text[TOKENS : TOKENS + ANSWER]
+            answers.logprobs("zipcache", *asked)  # computes the prompt, which is cached from here
+            exact = answers.logprobs("", *asked)
+            for name in named:
+                other = answers.logprobs(name, *asked)
+                divergence = (np.exp(exact) * (exact - other)).sum(axis=1)
+                agreement = exact.argmax(axis=1) == other.argmax(axis=1)
+                found[name].append((divergence[1:].mean(), agreement[1:].mean()))
     result = {name: Compared(*np.array(pairs).T) for name, pairs in found.items()}
     print()
     for name, one in result.items():
@@ -145,9 +127,9 @@ def test_kivi_is_nearer_to_full_kv_than_keys_per_token(compared: dict[str, Compa
     assert is_nearer(compared, "kivi, 4 bits", "kivi, 2 bits")
 
 
-def test_needles_in_the_last_half_are_told(checkpoint: Checkpoint, runner: CpuRunner) -> None:
+def test_needles_in_the_last_half_are_told(default_model: DefaultModel) -> None:
     """Accumulated attention ranks late tokens low; scores are those of a code's further tokens."""
-    served, tokenizer = ServedModel(checkpoint.config), checkpoint.tokenizer
+    served, tokenizer = default_model.served, default_model.checkpoint.tokenizer
     per_token = make_null("zipcache", "uniform bits per token", served)
     named = {
         "zipcache": ZipCache(),
@@ -156,19 +138,19 @@ def test_needles_in_the_last_half_are_told(checkpoint: Checkpoint, runner: CpuRu
         "3 bits per token": per_token,
     }
     vars(per_token)["memory"] = vars(named["zipcache"])["memory"] = ObservationMemory()
-    answers, haystacks = ForcedAnswers(runner, named), Haystacks(tokenizer.encode, seed=0)
     found: dict[str, list[float]] = {name: [] for name in named}
-    for number in range(NEEDLES):
-        rng = random.Random(number)
-        (name,), code = names(1, rng), rng.randrange(1_000, 10_000)
-        asked = tokenizer.encode_continuation(f"\n# The pass code of the {name} is")
-        needle = 0.5 + 0.45 * number / NEEDLES, f"# The pass code of the {name} is {code}.\n"
-        text = haystacks.hide(number, NEEDLE_TOKENS - len(asked), [needle])
-        answer = tokenizer.encode_continuation(f" {code}.\n")
-        for one in named:
-            rows = answers.logprobs(one, [*text, *asked], answer)
-            found[one].append(float(rows[np.arange(len(rows)), answer][1:].mean()))
-        print("\n", *(f"{one} {scores[-1]:.3f}" for one, scores in found.items()), end="")
+    with default_model.forced_answers(NEEDLES * NEEDLE_TOKENS + 3000, named) as answers:
+        for number in range(NEEDLES):
+            rng = random.Random(number)
+            (name,), code = names(1, rng), rng.randrange(1_000, 10_000)
+            asked = tokenizer.encode_continuation(f"\n# The pass code of the {name} is")
+            needle = 0.5 + 0.45 * number / NEEDLES, f"# The pass code of the {name} is {code}.\n"
+            text = default_model.haystacks.hide(number, NEEDLE_TOKENS - len(asked), [needle])
+            answer = tokenizer.encode_continuation(f" {code}.\n")
+            for one in named:
+                rows = answers.logprobs(one, [*text, *asked], answer)
+                found[one].append(float(rows[np.arange(len(rows)), answer][1:].mean()))
+            print("\n", *(f"{one} {scores[-1]:.3f}" for one, scores in found.items()), end="")
     means = {name: float(np.mean(scores)) for name, scores in found.items()}
     print("\nmeans", *(f"{name} {mean:.3f}" for name, mean in means.items()))
     assert means["zipcache"] > means["full KV"] - 0.2
