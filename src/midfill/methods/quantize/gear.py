@@ -129,6 +129,11 @@ class Gear(MethodDefaults):
         )
         return self
 
+    @property
+    def follows_eviction(self) -> bool:
+        """No: outliers are those of a token's values in all heads."""
+        return False
+
     def start(self, config: ModelConfig) -> "BlockwiseCompression":
         """Return a compressor for a new sequence."""
         return BlockwiseCompression(self)

@@ -66,19 +66,26 @@ class Kivi(OneShot):
         return self
 
     @property
+    def follows_eviction(self) -> bool:
+        """Yes: groups of keys are any keys of a head."""
+        return True
+
+    @property
     def interval(self) -> int:
         """A group."""
         return self.group
 
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``: whole groups of the oldest exact keys leave."""
-        count = int(keys.counts[0])
-        leaving = (count - self.residual) // self.group * self.group
-        if leaving <= 0:
+        leaving = np.maximum(keys.counts - self.residual, 0) // self.group * self.group
+        if not leaving.any():
             return None
-        oldest, kept = np.split(np.arange(count, dtype=np.int32), [leaving])
-        blocks = [self._blocks(*keys.read(head, oldest)) for head in range(keys.heads)]
-        return Selection.of_heads([kept] * keys.heads, quantized=blocks)
+        kept, blocks = [], []
+        for head, (count, first) in enumerate(zip(keys.counts, leaving, strict=True)):
+            oldest, rest = np.split(np.arange(count, dtype=np.int32), [first])
+            kept.append(rest)
+            blocks.append(self._blocks(*keys.read(head, oldest)))
+        return Selection.of_heads(kept, quantized=blocks)
 
     def _blocks(self, keys: Float32Array, values: Float32Array) -> list[QuantizedBlock]:
         """Return the blocks of the groups of one head's [n, head_dim] keys and values."""

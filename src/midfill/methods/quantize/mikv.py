@@ -111,6 +111,11 @@ class MiKV(MethodDefaults):
         refuse_unsuitable(NAME, model)
         return self
 
+    @property
+    def follows_eviction(self) -> bool:
+        """No: what all tokens have attended to decides."""
+        return False
+
     def start(self, config: ModelConfig) -> "MixedPrecision":
         """Return a compressor for a new sequence."""
         return MixedPrecision(self, ObservedAttention(self.memory))

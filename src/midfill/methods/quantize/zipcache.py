@@ -135,6 +135,11 @@ class ZipCache(MethodDefaults):
         return BLOCK
 
     @property
+    def follows_eviction(self) -> bool:
+        """No: what all tokens have attended to decides."""
+        return False
+
+    @property
     def interval(self) -> int:
         """The window."""
         return self.window

@@ -25,6 +25,16 @@ def test_options_keep_their_commas_and_a_budget_of_ones_own_stays() -> None:
     ]
 
 
+def test_methods_that_act_together_are_one_variant_without_nulls() -> None:
+    variants = choose_variants(
+        "snapkv+kivi:bits=4,residual=32,kivi+cake:budget=99", (0.5,), nulls=True
+    )
+    assert variants == [
+        Variant("snapkv:budget=0.5+kivi:bits=4,residual=32", "snapkv+kivi:bits=4,residual=32", 0.5),
+        Variant("kivi+cake:budget=99", "kivi+cake:budget=99"),
+    ]
+
+
 def test_bad_lists_are_one_clear_line() -> None:
     with pytest.raises(InvalidRequestError, match="did you mean 'snapkv'"):
         choose_variants("snapvk", (0.5,))

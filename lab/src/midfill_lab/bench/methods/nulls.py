@@ -34,7 +34,7 @@ from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.evict.streaming_heads import HeadSplit
 from midfill.methods.evict.window_attention import head_attention, window_attention
 from midfill.methods.method import ModelSpecific
-from midfill.methods.registry import parse_name, resolve_method
+from midfill.methods.registry import parse_name, resolve_method, split_methods
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 from midfill_lab.bench.methods import fewer_bits, spent_bits
@@ -390,8 +390,12 @@ by block, so nothing can be spent otherwise at the prompt's end: it has none."""
 
 
 def null_titles(specification: str) -> Sequence[str]:
-    """Return on what the nulls of a method spend its budget; none where it has no nulls."""
-    return tuple(NULLS.get(parse_name(specification), ()))
+    """Return on what the nulls of a method spend its budget; none where it has no nulls.
+
+    Several methods together have none: each of them alone is what they are compared with.
+    """
+    parts = split_methods(specification)
+    return tuple(NULLS.get(parse_name(parts[0]), ())) if len(parts) == 1 else ()
 
 
 def make_null(specification: str, title: str, model: ServedModel) -> CompressionMethod:

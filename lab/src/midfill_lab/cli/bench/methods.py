@@ -17,8 +17,8 @@ MethodsOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME[:OPTION=VALUE,...],...",
-        help="Methods to measure, separated by commas, such as snapkv,cake:window=16; all"
-        " there are if not set. Full KV is always measured.",
+        help="Methods to measure, separated by commas, such as snapkv,cake:window=16; those that"
+        " act together are joined with +. All there are if not set. Full KV is always measured.",
     ),
 ]
 BudgetsOption = Annotated[
