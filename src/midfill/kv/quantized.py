@@ -1,9 +1,9 @@
 """Quantised blocks: keys and values of a head's tokens at few bits each, in cells of the pool.
 
-A block is a string of bytes that fills whole cells: the K part of its first cell, the V part of it,
-the K part of the second, and so on. So there is one pool with one accounting, whatever precisions
-it holds side by side, and a block is moved, freed and preempted like other cells. It consists of
-two *streams*, keys and values, each of which stands for vectors
+A block is a string of bytes that fills whole cells: first the K parts of all of them, then their V
+parts, so that its bytes follow one another where its cells do. So there is one pool with one
+accounting, whatever precisions it holds side by side, and a block is moved, freed and preempted
+like other cells. It consists of two *streams*, keys and values, each of which stands for vectors
 
     x[t, c] = (code[t, c] * scale[t, g] + zero[t, g]) * channel_scale[c] + channel_zero[c]
               + sum over j of coefficient[t, j] * basis[j, c],    g = c // (head_dim / groups)
@@ -174,11 +174,12 @@ def unpack_stream(
 def pack_codes(codes: UInt8Array, width: int) -> UInt8Array:
     """Return the lowest bits of codes, packed.
 
-    Of 16 codes, the first are in the lowest bits; of 4 bits, byte i of 8 has code i in its low half
-    and code i + 8 in its high one, which takes fewer instructions to decode.
+    16 codes are 2 * width bytes, of which byte i has code i in its lowest bits, then code
+    i + 2 * width, and so on: 4 bits lie as in a KV cache of 4 bits, fewer widen to that with a
+    shift and a mask.
 
     Args:
-        codes: uint8 [..., n]; ``codes.size`` is a multiple of 16 (or any, of 8 bits).
+        codes: uint8 [..., n]; ``codes.size`` is a multiple of 16.
         width: bits of each: 1, 2, 4 or 8.
 
     Returns:
@@ -204,8 +205,7 @@ def unpack_codes(packed: UInt8Array, width: int) -> UInt8Array:
 
 def _in_bytes(codes: UInt8Array, width: int) -> UInt8Array:
     """Return a view of codes [n]: those that are first in their byte, second, and so on."""
-    shape, order = ((-1, 2, 8), (1, 0, 2)) if width == 4 else ((-1, 8 // width), (1, 0))
-    view: UInt8Array = codes.reshape(shape).transpose(order)
+    view: UInt8Array = codes.reshape(-1, 8 // width, 2 * width).transpose(1, 0, 2)
     return view
 
 
@@ -319,8 +319,8 @@ class QuantizedBlocks:
 
 
 def cell_data(keys: UInt8Array, values: UInt8Array) -> UInt8Array:
-    """Return the bytes of some cells in order, given those of their K and V: [n, bytes] each."""
-    return np.stack((keys, values), axis=1).reshape(-1)
+    """Return the bytes of a block, given those of its cells' K and V: [n, bytes] each."""
+    return np.concatenate((keys, values)).reshape(-1)
 
 
 def cell_arrays(blocks: Sequence[QuantizedBlock], cell_bytes: int) -> tuple[UInt8Array, ...]:
@@ -330,11 +330,11 @@ def cell_arrays(blocks: Sequence[QuantizedBlock], cell_bytes: int) -> tuple[UInt
         blocks: one after the other.
         cell_bytes: of a cell's K and V together.
     """
-    filled = [np.zeros((block.cells(cell_bytes), 2, cell_bytes // 2), np.uint8) for block in blocks]
+    filled = [np.zeros((2, block.cells(cell_bytes), cell_bytes // 2), np.uint8) for block in blocks]
     for cells, block in zip(filled, blocks, strict=True):
         cells.reshape(-1)[: len(block.data)] = block.data
-    every = np.concatenate(filled)
-    return every[:, 0], every[:, 1]
+    every = np.concatenate(filled, axis=1)
+    return every[0], every[1]
 
 
 def _as_bytes(array: NDArray[np.generic]) -> UInt8Array:

@@ -22,8 +22,8 @@ from midfill_lab.bench.methods.probes import names
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
 
-TEXTS, TOKENS, ANSWER = 20, 512, 17
-STUDENT = 2.093
+TEXTS, TOKENS, ANSWER = 10, 512, 17
+STUDENT = 2.262
 """97.5% quantile of Student's distribution with ``TEXTS`` - 1 degrees of freedom."""
 NEEDLES, NEEDLE_TOKENS = 5, 1500
 

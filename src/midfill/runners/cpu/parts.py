@@ -226,7 +226,7 @@ class PartAttention:
             )
             scratch = PartScratch(*(floats,) * 4, *(sums,) * 3, *(numbers,) * 3, floats)
             self._quantized_address = kernel_address(
-                attend_quantized_segment, self._layer_kv(0), keys, 0, 0, 0, 0, scratch, sums
+                attend_quantized_segment, self._layer_kv(0), keys, 0, 0, 0, 0, 0, scratch, sums
             )
         return _joined_blocks(parts, self._quantized_address)
 

@@ -125,7 +125,8 @@ def _attend_quantized(
             continue
         out = totals if segment == 0 else memory.segment
         call_kernel(
-            parts.quantized.kernel, (kv, part, np.int64(segment), rows, group, dim, memory, out)
+            parts.quantized.kernel,
+            (kv, part, np.int64(segment), np.int64(1), rows, group, dim, memory, out),
         )
         if segment > 0:
             merge_rows(totals, memory.segment, top, rows, dim)
@@ -134,10 +135,13 @@ def _attend_quantized(
 @kernel
 def _attend_partial(
     kv: LayerKV, heads: AttentionHeads, parts: AttentionParts, queries: Queries, work: int,
-    memory: PartScratch,
+    partials: int, threads: int, memory: PartScratch,
 ) -> None:  # fmt: skip
     """Compute a partial: a request's rows with a segment of its quantised keys in one KV head."""
-    segment, head = work // heads.kv_heads, work % heads.kv_heads
+    # Of one head after another, so that a thread's next segment can be prefetched.
+    segments = partials // heads.kv_heads
+    head, segment = work // segments, work % segments
+    first_row = (segment * heads.kv_heads + head) * MAX_PARTIAL_ROWS
     fields: Any = np.int64(0)
     while True:
         first = int(parts.requests[fields + FIRST_PARTIAL])
@@ -154,9 +158,9 @@ def _attend_partial(
     load_queries(kv, queries, row, rows, head * group, group, heads, factor, memory.queries)
     dim, found, count = heads.head_dim, memory.segment, rows * group
     call_kernel(
-        parts.quantized.kernel, (kv, own, np.int64(segment), count, group, dim, memory, found)
+        parts.quantized.kernel,
+        (kv, own, np.int64(segment), np.int64(threads), count, group, dim, memory, found),
     )
-    first_row = work * MAX_PARTIAL_ROWS
     for i in range(2 * count):
         parts.partial_states[2 * first_row + i] = found.states[i]
     for i in range(0, dim * count, LANES):
@@ -307,7 +311,7 @@ def attend_parts(
     if partials > 0:
         work = take_work(sync, 1)
         while work < partials:
-            _attend_partial(kv, heads, parts, queries, work, memory)
+            _attend_partial(kv, heads, parts, queries, work, partials, threads, memory)
             work = take_work(sync, 1)
         barrier(sync, threads)
     work = take_work(sync, 1)
