@@ -100,6 +100,7 @@ TESTED_THROUGH = {
         "kernels/cpu/parts/probe",
         "kv/ragged",
     ),
+    "runners/cpu/test_quantized_blocks.py": ("kernels/cpu/parts/quantized_attention",),
     "runners/cpu/test_runner.py": (
         "kernels/cpu/decoder_data",
         "runners/forward/cells",

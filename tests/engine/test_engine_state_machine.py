@@ -16,7 +16,7 @@ from unittest.mock import patch
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toy_method import FailsAfter, HalfTheKeys, KeepLoudest
+from toy_method import FailsAfter, HalfTheKeys, KeepLoudest, RoundOlder
 from toy_runner import ToyRunner
 
 from midfill.engine.kv_transfer import warm_cache
@@ -58,6 +58,7 @@ METHODS = {
     "again": KeepLoudest(2, interval=3),
     "in blocks": KeepLoudest(1000, interval=1, block_rows=8),
     "with means": HeadSplit(StreamingRule(1, 6, interval=2, mean=True), (True, False)),
+    "in fewer bits": RoundOlder(3, interval=2),
     "half the keys": HalfTheKeys(),
     PRUNING: LazyLLM("0", "0.5"),
     FAILING: FailsAfter(2, interval=3),

@@ -67,6 +67,12 @@ def test_the_models_vocabulary_limits_token_ids_and_logprobs() -> None:
         check_sampling_ranges(EngineSamplingParams(logit_bias={VOCAB: 1.0}), VOCAB, VOCAB)
 
 
+def test_an_empty_prompt_is_refused() -> None:
+    asked = EngineRequest(request_id="r", token_ids=[], sampling=EngineSamplingParams())
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        validate(asked, VOCAB, max_length=10)
+
+
 @pytest.mark.parametrize(
     ("fields", "names"),
     [

@@ -59,6 +59,10 @@ _SMALL = {
     "razorattention": "sinks=4,recent=32,share=0,interval=16",
     "duoattention": "sinks=4,recent=32,interval=16",
     "minicache": "first=1,recent=40,interval=16",
+    "kivi": "bits=4,residual=32,group=16",
+    "zipcache": "high=8,low=4,window=16",
+    "mikv": "ratio=0.3,low=4,interval=16",
+    "gear": "block=32,buffer=16",
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
@@ -67,6 +71,10 @@ _WHOLE = {
     "razorattention": "recent=200",
     "duoattention": "recent=200",
     "minicache": "first=1,retain=1",
+    "kivi": "residual=200",
+    "zipcache": "salient=1,high=16",
+    "mikv": "ratio=1",
+    "gear": "buffer=200",
     "minference": "chunk=64,dense=0,scale=100",
     "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
     STREAMING_PREFILL: "sparsity=0,sinks=4,recent=32",
@@ -76,7 +84,8 @@ _WHOLE = {
 def small_method(name: str, config: ModelConfig) -> Method:
     """Return a method that drops keys of a prompt of 100 tokens, and none of one of 36.
 
-    One of sparse prefill lists only some of those of a prompt of 400, and all of one of 64.
+    One that quantises does so with some keys of a prompt of 100 tokens. One of sparse prefill lists
+    only some of those of a prompt of 400, and all of one of 64.
     """
     return make_method(_with_options(name, _SMALL.get(name, "budget=48")), config)
 

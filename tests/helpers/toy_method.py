@@ -4,8 +4,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from midfill.methods.evict.method import MethodDefaults, SequenceKeys
+from midfill.kv.quantized import QuantizedBlock
+from midfill.methods.evict.method import MethodDefaults, OneShot, SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
+from midfill.methods.quantize.quantizers import quantize_channels, quantize_tokens
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import LayerProbe, SpanLists
 
@@ -95,6 +97,34 @@ class LoudestKeys:
             known = self.loudest[head]
             scores = np.concatenate((known, np.zeros(len(found) - len(known), np.float32)))
             self.loudest[head] = np.maximum(scores, products)
+
+
+@dataclass(frozen=True)
+class RoundOlder(OneShot):
+    """Quantises all keys but the last ``recent``, and later those that are not quantised yet.
+
+    Of each head h, it leaves h % 2 of the keys that it could quantise as they are.
+    """
+
+    recent: int
+    interval: int = 0
+    bits: int = 8
+
+    def select(self, keys: SequenceKeys, queries: np.ndarray) -> Selection | None:
+        count = int(keys.counts.min()) - self.recent
+        if count < 2:
+            return None
+        kept, blocks = [], []
+        for head, held in enumerate(keys.counts):
+            own = np.arange(head % 2, count, dtype=np.int32)
+            vectors = keys.read(head, own)
+            encoded = (
+                quantize_channels(vectors[0], self.bits),
+                quantize_tokens(vectors[1], self.bits),
+            )
+            blocks.append([QuantizedBlock.of(*encoded)])
+            kept.append(np.setdiff1d(np.arange(held, dtype=np.int32), own))
+        return Selection.of_heads(kept, quantized=blocks)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from naive_probe import NaiveProbe, softmax
 
 from midfill.arrays import Float64Array, Int32Array
+from midfill.kv.quantized import cell_data
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.logits import NUMPY_LOGITS
@@ -184,7 +185,13 @@ class ToyRunner:
             kept = flat[:, part.cells.cells[own]]
             keys, values = np.concatenate((kept[0], keys)), np.concatenate((kept[1], values))
             terms = np.concatenate((_terms(part.cells)[:, own], terms), axis=1)
-            cells = kept.shape[1]
+            rounded = self._quantized(layer, part.cells)
+            keys, values = (
+                np.concatenate(both) for both in zip(rounded, (keys, values), strict=True)
+            )
+            ones = np.repeat([[1.0], [0.0], [1.0]], len(rounded[0]), axis=1)
+            terms = np.concatenate((ones, terms), axis=1)
+            cells = kept.shape[1] + len(rounded[0])
         future = np.arange(len(keys)) >= cells + counts[:, None]
         if lister is not None:
             probe = NaiveProbe(layer, query[:, None], keys[:, None], HIDDEN**-0.5)
@@ -192,6 +199,15 @@ class ToyRunner:
             lister.record(layer, np.array([future.size - int(future.sum())]))
         scores = query @ keys.T / HIDDEN**0.5 / part.temperature * terms[0] + terms[1]
         return np.where(future, -np.inf, scores), values, terms[2]
+
+    def _quantized(self, layer: int, cells: RaggedIndex) -> list[np.ndarray]:
+        """What the quantised keys and values of a layer stand for, [n, HIDDEN] each."""
+        found = [(np.zeros((0, HIDDEN)), np.zeros((0, HIDDEN)))]
+        blocks = cells.quantized
+        for number in () if blocks is None else blocks.numbers(layer):
+            data = cell_data(*self.cells.dump(blocks.cells_of(number)))
+            found.append(blocks.block(number, data).decode(HIDDEN))
+        return [np.concatenate(each) for each in zip(*found, strict=True)]
 
 
 def _terms(ragged: RaggedIndex) -> Float64Array:

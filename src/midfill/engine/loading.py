@@ -209,4 +209,5 @@ def _served_model(checkpoint: Checkpoint, runner: Runner, options: ModelOptions)
         backend="cpu" if isinstance(runner, CpuRunner) else "torch",
         digest=model_digest(checkpoint),
         options=command_options(checkpoint.path, options.adapter_path),
+        kv_cache_dtype=runner.cells.layout.dtype,
     )

@@ -7,11 +7,12 @@ as they fill: any head's keys may lie in any cell, those of other layers and hea
 may serve several heads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
+from midfill.kv.quantized import QuantizedBlocks
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class KeyTerms:
 class RaggedIndex:
     """The cells that every row of a sequence sees before its ordinary slots.
 
-    Head h of layer l sees the cells ``cells[indptr[i]:indptr[i + 1]]`` for i = l * kv_heads + h, in
-    this order, then the sequence's slots. A query q has the score
+    Head h of layer l sees its quantised blocks, if there are any, then the cells
+    ``cells[indptr[i]:indptr[i + 1]]`` for i = l * kv_heads + h, in this order, then the sequence's
+    slots. A query q has the score
     ``score_factor * (q . k) * scale + score_bias`` with a cell's key k, and its value counts
     ``value_factor`` times.
 
@@ -64,26 +66,29 @@ class RaggedIndex:
         indptr: [layers * kv_heads + 1] int32, ascending from 0 to n.
         terms: None where all factors are 1 and all biases 0.
         shared: whether several heads may list one cell, each with terms of its own.
+        quantized: keys at few bits, which have cells of their own; None if there are none.
     """
 
     cells: Int32Array
     indptr: Int32Array
     terms: KeyTerms | None = None
     shared: bool = False
+    quantized: QuantizedBlocks | None = None
 
     def take(self, chosen: BoolArray) -> "RaggedIndex":
-        """Return the index of some of its cells: [n] bool."""
+        """Return the index of some of its cells: [n] bool; quantised blocks stay."""
         counts = np.cumsum(np.concatenate(([0], chosen)))
         places = np.flatnonzero(chosen).astype(np.int32)
         terms = None if self.terms is None else self.terms.take(places)
         indptr = counts[self.indptr].astype(np.int32)
-        return RaggedIndex(self.cells[chosen], indptr, terms, self.shared)
+        return replace(self, cells=self.cells[chosen], indptr=indptr, terms=terms)
 
     @property
     def nbytes(self) -> int:
         """Memory of the lists and terms, without the cells."""
         terms = 0 if self.terms is None else self.terms.nbytes
-        return self.cells.nbytes + self.indptr.nbytes + terms
+        quantized = 0 if self.quantized is None else self.quantized.nbytes
+        return self.cells.nbytes + self.indptr.nbytes + terms + quantized
 
     @property
     def most(self) -> int:

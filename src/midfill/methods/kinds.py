@@ -14,6 +14,7 @@ from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.contexts.sequence import ContextKind
 from midfill.methods.evict.eviction import Eviction
 from midfill.methods.evict.sequence import EvictionKind
+from midfill.methods.evict.succession import in_succession
 from midfill.methods.method import Method, methods_in
 from midfill.methods.reuse.sequence import ReuseKind
 from midfill.methods.rows.sequence import PruningKind
@@ -86,7 +87,7 @@ class MethodKinds:
         found = [
             kind.attach(name, each, request, sequence)
             for kind in self._kinds
-            for name, each in methods_in(method)
+            for name, each in in_succession(methods_in(method))
         ]
         return compose(each for each in found if each is not None)
 

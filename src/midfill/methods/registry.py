@@ -17,6 +17,7 @@ OFF = "none"
 
 KINDS = {
     "evict": "keeps a part of each prompt's KV while its answer is written",
+    "quantize": "keeps each prompt's KV at few bits while its answer is written",
     "prefill": "computes a part of a prompt's attention",
     "reuse": "takes KV of text that has moved from where it stood",
     "rows": "drops tokens of a prompt between two layers",
@@ -84,6 +85,14 @@ METHODS = {
             ".evict.duoattention", "DuoAttention", calibrated=True),
         MethodEntry("minicache", "evict", "MiniCache",
             "Liu et al., NeurIPS 2024, arXiv 2405.14366", ".evict.minicache", "MiniCache"),
+        MethodEntry("gear", "quantize", "GEAR",
+            "Kang et al., 2024, arXiv 2403.05527", ".quantize.gear", "Gear"),
+        MethodEntry("kivi", "quantize", "KIVI",
+            "Liu et al., ICML 2024, arXiv 2402.02750", ".quantize.kivi", "Kivi"),
+        MethodEntry("mikv", "quantize", "MiKV",
+            "Yang et al., 2024, arXiv 2402.18096", ".quantize.mikv", "MiKV"),
+        MethodEntry("zipcache", "quantize", "ZipCache",
+            "He et al., NeurIPS 2024, arXiv 2405.14256", ".quantize.zipcache", "ZipCache"),
         MethodEntry("minference", "prefill", "MInference",
             "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
             ".sparse_prefill.minference", "MInference", calibrated=True),

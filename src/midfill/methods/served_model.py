@@ -15,9 +15,11 @@ class ServedModel:
         backend: what runs it: the CPU kernels, or torch.
         digest: ``models.checkpoints.opening.model_digest``, which covers the adapter, too.
         options: how commands name it: "--model smollm2-135m".
+        kv_cache_dtype: how its keys and values are stored, by ``CellLayout``.
     """
 
     config: ModelConfig
     backend: Literal["cpu", "torch"] = "cpu"
     digest: str = ""
     options: str = ""
+    kv_cache_dtype: str = "f16"

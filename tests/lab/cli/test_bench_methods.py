@@ -50,7 +50,8 @@ def test_others_can_be_named(calls: list[Call]) -> None:
 
 def test_nulls_and_single_parts_are_asked_for(calls: list[Call]) -> None:
     error("--methods", "cake", "--budgets", "0.25", "--nulls", "--measure", "needles,code")
-    error("--methods", "cake", "--measure", "needles", "--context", "1200", "--quick")
+    few = ("--context", "1200", "--needles", "3", "--quick")
+    error("--methods", "cake", "--measure", "needles", *few)
     (_, variants, options), (_, _, quick) = calls
     assert [one.null for one in variants] == [
         "", "at random", "evenly", "plain score", "reversed score", "equal layers",
@@ -59,7 +60,7 @@ def test_nulls_and_single_parts_are_asked_for(calls: list[Call]) -> None:
     assert (options.shared, options.holes, options.repeats) == (0, 0, 0)
     assert len(options.depths) * options.needles >= 40
     assert options.code == MethodsOptions().code
-    assert (quick.code, quick.context, quick.needles) == (0, 1200, QUICK.needles)
+    assert (quick.code, quick.context, quick.needles) == (0, 1200, 3)
 
 
 def test_bad_options_are_one_clear_line(calls: list[Call]) -> None:

@@ -240,7 +240,7 @@ def test_a_share_is_of_the_prompt(name: str) -> None:
     assert len(selection.kept) + added == 100 * LAYERS * KV_HEADS
 
 
-@pytest.mark.parametrize("name", methods_of("evict"))
+@pytest.mark.parametrize("name", [*methods_of("evict"), *methods_of("quantize")])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_keys_that_are_no_numbers_are_selected_from_or_refused(name: str, value: float) -> None:
     keys, store = fake_keys(100)

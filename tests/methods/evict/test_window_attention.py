@@ -25,6 +25,18 @@ def test_rows_see_the_keys_up_to_their_own() -> None:
         np.testing.assert_allclose(found, expected[layer], atol=2e-6)
 
 
+def test_rows_anywhere_see_the_keys_up_to_their_own() -> None:
+    keys, store = fake_keys(30)
+    queries = fake_queries(30)
+    expected = naive_attention(store, queries, 30)
+    for rows in ([3, 4, 17, 29], [0], []):
+        own = np.array(rows, np.int32)
+        for layer, kv_head in np.ndindex(LAYERS, KV_HEADS):
+            found = head_attention(keys, queries[:, own], layer * KV_HEADS + kv_head, own)
+            heads = slice(kv_head * GROUP, (kv_head + 1) * GROUP)
+            np.testing.assert_allclose(found, expected[layer, heads][:, own], atol=2e-6)
+
+
 def test_pooling_counts_zeros_beyond_the_ends() -> None:
     pooled = average_pool(np.array([[1, 2, 3, 4]], np.float32), 3)
     np.testing.assert_allclose(pooled, [[1, 2, 3, 7 / 3]])

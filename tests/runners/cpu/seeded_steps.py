@@ -28,6 +28,7 @@ from midfill.stored_tensor import StoredTensor
 
 KINDS = (*QUANTIZED_KINDS, "f32")
 """How each layer's matrices are stored; the head's are as the last but one."""
+SLOTS = 300
 SAMPLINGS = (
     EngineSamplingParams(),
     EngineSamplingParams(temperature=0.7, top_k=20),
@@ -103,11 +104,19 @@ def answers(runner: CpuRunner) -> dict[str, object]:
     return results | {"tokens": [sequence.tokens for sequence in sequences]}
 
 
+def fill_cells(runner: CpuRunner) -> None:
+    """Fill the KV cache with bytes that mean NaN: no kernel may compute with what is free."""
+    cells = np.arange(SLOTS * runner.config.layers * runner.config.kv_heads, dtype=np.int32)
+    widths = runner.cells.layout.widths
+    runner.cells.restore(cells, tuple(np.full((len(cells), w), 255, np.uint8) for w in widths))
+
+
 def main() -> None:
     model = pack_model(SeededModel())
     results, ticks = {}, 0
     for name in sys.argv[1:]:
-        runner = CpuRunner(SeededModel.config, model, KVCacheDtype[name], slots=300, threads=2)
+        runner = CpuRunner(SeededModel.config, model, KVCacheDtype[name], slots=SLOTS, threads=2)
+        fill_cells(runner)
         results[name] = layers_alone(runner) | answers(runner)
         ticks += int(runner.phase_ticks().sum())
         runner.close()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -137,6 +138,40 @@ def test_rounding_is_that_of_the_forward_pass(
         np.testing.assert_array_equal(found, expected)
     for one in (runner, exact):
         one.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["f32", "f16", "bf16", "i8", "i4"])
+def test_what_free_cells_hold_is_never_computed_with(
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
+) -> None:
+    """They may have held quantised blocks, whose bytes can mean NaN: 0 times it isn't 0."""
+    lengths, slots = (1, 3, 37, 130, 300), 620
+    results = []
+    for filled in (0, 255):
+        with closing(
+            CpuRunner.load(llama, slots=slots, threads=1, kv_cache_dtype=kv_cache_dtype)
+        ) as runner:
+            cells = cells_of_slots(np.arange(slots, dtype=np.int32), heads_of(runner), slots)
+            widths, cells = runner.cells.layout.widths, cells.reshape(-1)
+            stored = (np.full((len(cells), width), filled, np.uint8) for width in widths)
+            runner.cells.restore(cells, tuple(stored))
+            order = np.random.default_rng(3).permutation(slots).astype(np.int32)
+            for length in lengths:
+                own, order = order[: length + 7], order[length + 7 :]
+                tokens = ids(length + 7, length)
+                index = uniform_ragged_index(own[:length], heads_of(runner), slots)
+                results += [
+                    runner.forward(each).copy()
+                    for each in (
+                        step(tokens[:length], 0, own[:length]),
+                        step(tokens[length : length + 1], length, own[: length + 1]),
+                        step(tokens[length + 1 :], length + 1, own),
+                        step(tokens[length:], length, own[length:], ragged=index),
+                    )
+                ]
+    count = len(results) // 2
+    for zeros, poisoned in zip(results[:count], results[count:], strict=True):
+        assert np.array_equal(zeros, poisoned)
 
 
 def test_all_cells_give_the_bits_of_the_slots(cpu: CpuRunner) -> None:

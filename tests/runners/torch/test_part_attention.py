@@ -63,7 +63,7 @@ def attended(
     queries, keys, values = tensors = [tensor.to(device) for tensor in tensors]
     metadata = prepare_metadata(batch, {window}, queries.device)
     outputs = attend(queries, keys[layer], values[layer], metadata, window, SCALE)
-    for request in prepare_plans(batch, keys.shape, queries.device):
+    for request in prepare_plans(batch, keys, values):
         outputs[request.rows] = attend_planned(*tensors, request, layer, window, SCALE)
     return outputs.cpu()
 

@@ -17,29 +17,51 @@ from midfill.kernels.cpu.memory import (
 from midfill.kernels.cpu.ragged_cells import RaggedCells
 
 # Columns of AttentionParts.requests.
-FIRST_ROW, ROWS, FIRST_PART, END_PART, LISTS, FIRST_UNIT = 0, 1, 2, 3, 4, 5
-REQUEST_FIELDS = 6
+FIRST_ROW, ROWS, FIRST_PART, END_PART, LISTS, FIRST_UNIT, FIRST_PARTIAL, SEGMENTS = range(8)
+REQUEST_FIELDS = 8
 # Columns of AttentionParts.parts.
 SLOTS_AT, VISIBLE_AT = 0, 1
 PART_FIELDS = 2
+
+
+class QuantizedTable(NamedTuple):
+    """The quantised blocks of parts (``kv.quantized``).
+
+    Attributes:
+        first: int32 [parts], where in ``indptr`` a part's heads start, -1 if it has no blocks.
+        indptr: int32, of one part after another: layers * kv_heads + 1 numbers of blocks each.
+        table: int32 [blocks * BLOCK_FIELDS].
+        cells: int32, what the blocks fill.
+        kernel: address of what attends to a segment of their keys; 0 where there are none.
+    """
+
+    first: Int32Array
+    indptr: Int32Array
+    table: Int32Array
+    cells: Int32Array
+    kernel: int
 
 
 class AttentionParts(NamedTuple):
     """The requests of a batch whose rows attend to more than one part, or to listed keys.
 
     Attributes:
-        requests: int32 [n * 6], per request: its first row in the batch, rows, its first part, the
-            one after its last, where its lists start in ``indptr`` (-1: it has none), and the
-            number of its first unit of work.
+        requests: int32 [n * 8], per request: its first row in the batch, rows, its first part, the
+            one after its last, where its lists start in ``indptr`` (-1: it has none), the number of
+            its first unit of work, that of its first partial (-1: it has none), and how many
+            segments its quantised keys make.
         parts: int32 [p * 2], per part: where its slots start in ``kv_slots``, and where its rows'
             counts start in ``visible``. A part's cells are those of its number in ``ragged``.
         factors: float64 [p * 2], per part: factor of q.k, and the power of its mass.
         kv_slots: int32, slots of all parts.
         visible: int32, how many of a part's slots each row of its request sees, ascending.
         ragged: the cells of each part, before its slots.
+        quantized: the quantised keys of each part, before its cells.
         indptr: int32, lists of query blocks and heads, see ``KeyLists``.
         spans: int32 [n * 2], see ``KeyLists``.
         pairs: int64, rows times listed keys of each list.
+        partial_states, partial_sums: float32, softmax sums of segments that are computed on their
+            own, see ``parts.attention``.
         scratch: float32 [threads, ...], see ``parts.keys.scratch_size``.
         numbers: int32 [threads, ...], see ``parts.keys.NUMBERS``.
     """
@@ -50,9 +72,12 @@ class AttentionParts(NamedTuple):
     kv_slots: Int32Array
     visible: Int32Array
     ragged: RaggedCells
+    quantized: QuantizedTable
     indptr: Int32Array
     spans: Int32Array
     pairs: Int64Array
+    partial_states: Float32Array
+    partial_sums: Float32Array
     scratch: Float32Array
     numbers: Int32Array
 
@@ -62,7 +87,9 @@ def no_parts() -> AttentionParts:
     integers = np.zeros(0, np.int32)
     ragged = RaggedCells(integers, integers, integers, np.zeros(0, np.float32))
     memory = (aligned_zeros((1, 0), kind) for kind in (np.float32, np.int32))
+    quantized = QuantizedTable(integers, integers, integers, integers, 0)
+    sums = np.zeros(0, np.float32)
     return AttentionParts(
-        integers, integers, np.zeros(0, np.float64), integers, integers, ragged, integers,
-        integers, np.zeros(0, np.int64), *memory,
+        integers, integers, np.zeros(0, np.float64), integers, integers, ragged, quantized,
+        integers, integers, np.zeros(0, np.int64), sums, sums, *memory,
     )  # fmt: skip

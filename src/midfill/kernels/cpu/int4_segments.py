@@ -38,7 +38,7 @@ _WIDE = 2 * UNIT
 
 
 @kernel
-def _quantize(x: Float32Array, at: int, length: int, is_entry: bool) -> None:
+def quantize_block(x: Float32Array, at: int, length: int, is_entry: bool) -> None:
     """Round x[at:at + length] to a block, which is written in their place; see int4_products.py.
 
     Args:
@@ -67,7 +67,7 @@ def quantize_queries(entries: KVArray, queries: Float32Array, rows: int, head_di
     """Transform scaled queries [rows, head_dim] as ``entries`` are, and round each to a block."""
     for at in range(0, rows * head_dim, head_dim):
         transform_for(entries, queries, at, head_dim)
-        _quantize(queries, at, head_dim, True)
+        quantize_block(queries, at, head_dim, True)
 
 
 @inlined_kernel
@@ -110,7 +110,7 @@ def _quantize_weights(weights: Float32Array, at: int, first: int, end: int, coun
     for key in range(first, end, UNIT):
         if last < key + UNIT:
             store(weights, at + last, splat(np.float32(0.0)))
-        _quantize(weights, at + key, UNIT, False)
+        quantize_block(weights, at + key, UNIT, False)
 
 
 @inlined_kernel

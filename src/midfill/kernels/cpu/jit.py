@@ -32,9 +32,11 @@ def compiled_folder(package: Path | None = None) -> Path:
         package: folder of kernels that are kept apart; None is that of this file.
     """
     own = Path(__file__).parent
+    # Kernels take the layout of what they read, constants, from there.
+    layouts = own.parents[1] / "kv" / "quantized.py"
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for folder in (own,) if package in (None, own) else (own, package):
-        for source in sorted(folder.glob("*.py")):
+        for source in (*sorted(folder.glob("*.py")), layouts):
             digest.update(source.read_bytes())
     return cache_folder() / "kernels" / digest.hexdigest()[:16]
 

@@ -1,14 +1,16 @@
 """Accumulated attention: what each key has received from all of a sequence's rows so far.
 
-The scores of H2O and of KVMerger. Rows are observed block by block, so that their queries need not
-be kept. What the rows of a prompt's beginning have attended to is remembered, so that the next
-keystroke's prompt finds its beginning in the cache.
+The scores of H2O and of KVMerger, and of ZipCache, which adds up some of the rows. Rows are
+observed block by block, so that their queries need not be kept. What the rows of a prompt's
+beginning have attended to is remembered, so that the next keystroke's prompt finds its beginning in
+the cache.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Self
 
 import numpy as np
 
@@ -96,9 +98,7 @@ class AccumulatedAttention:
     digests: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def recall(
-        cls, memory: ObservationMemory, tokens: Int32Array, tenant: str
-    ) -> "tuple[int, AccumulatedAttention]":
+    def recall(cls, memory: ObservationMemory, tokens: Int32Array, tenant: str) -> tuple[int, Self]:
         """Return how many of a prompt's rows the memory knows, and what its keys have from them.
 
         Args:
@@ -114,28 +114,38 @@ class AccumulatedAttention:
         """Return the scores for another answer to the same prompt."""
         return AccumulatedAttention(self.memory, list(self.scores))
 
-    def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
+    def observe(
+        self, keys: SequenceKeys, queries: Float32Array, rows: Int32Array | None = None
+    ) -> None:
         """Add the attention of a block of the prompt, and remember the scores after it.
 
         Args:
             keys, queries: see ``SequenceCompressor.observe``.
+            rows: see ``add``.
         """
-        self.add(keys, queries)
+        self.add(keys, queries, rows)
         if self.digests:
             block = int(keys.counts[0]) // BLOCK - 1
-            self.memory.remember(self.digests[block], self.scores)
+            self.memory.remember(self.digests[block], self.remembered())
 
-    def add(self, keys: SequenceKeys, queries: Float32Array) -> None:
-        """Add the attention of further rows, the last ones of the keys.
+    def remembered(self) -> list[Float32Array]:
+        """Return what ``recall`` begins with where a later prompt has the same beginning."""
+        return self.scores
+
+    def add(
+        self, keys: SequenceKeys, queries: Float32Array, rows: Int32Array | None = None
+    ) -> None:
+        """Add the attention of further rows.
 
         Args:
             keys: all that the sequence holds.
             queries: float32 [layers, n, query_heads, head_dim], rotated: of the rows.
+            rows: [n] int32, ascending, which they are; None: the last ones.
         """
         known = self.scores or [np.zeros(0, np.float32)] * keys.heads
         scores = []
         for head, old in enumerate(known):
-            received = received_attention(keys, queries, head)
+            received = received_attention(keys, queries, head, rows)
             received[: len(old)] += old
             scores.append(received)
         self.scores = scores

@@ -89,6 +89,11 @@ class Cake(OneShot):
         return Selection.of_heads(kept)
 
     @property
+    def only_drops(self) -> bool:
+        """See ``DroppingMethod.only_drops``."""
+        return True
+
+    @property
     def cascades(self) -> bool:
         """See ``CascadingMethod.cascades``."""
         return self.cascade > 0

@@ -91,6 +91,11 @@ class RetrievalVotes(OneShot):
         """The window's."""
         return self.method.window
 
+    @property
+    def only_drops(self) -> bool:
+        """See ``DroppingMethod.only_drops``."""
+        return True
+
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``."""
         count, method = int(keys.counts[0]), self.method

@@ -9,13 +9,16 @@ and what stays is packed into the sequence's slots anew, where cells move only i
 that don't stay.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from midfill.arrays import BoolArray, Int32Array, Int64Array
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
+from midfill.kv.quantized import QuantizedBlock, QuantizedBlocks, cell_arrays
 from midfill.kv.ragged import KeyTerms, RaggedIndex, cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.evict.full_layers import FullLayers
@@ -72,7 +75,7 @@ class Eviction:
         state.pass_point(point)
         if selection is None:
             return True
-        selection.check(seen.counts)
+        selection.check(seen.counts, seen.quantized_counts)
         selection = self.full_layers.complete(selection, keys.counts)
         if kv.prefix is not None and kv.prefix.gapless != selection.close_gaps:
             raise ValueError("gaps have to be closed every time or never")
@@ -88,26 +91,27 @@ class Eviction:
         index = kv.prefix.index
         kept = np.split(index.cells, index.indptr[1:-1])
         cells = [np.concatenate(pair) for pair in zip(kept, own, strict=True)]
-        return SequenceKeys(config, cells, self._runner.cells)
+        return SequenceKeys(config, cells, self._runner.cells, index.quantized)
 
     def _replace(
         self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, tokens: int
     ) -> bool:
         """Pack the cells that stay into slots of the sequence's own, and release all others."""
-        layout, added = _Layout.of(selection), selection.added
+        store, layout, added = self._runner.cells, _Layout.of(selection), selection.added
         terms = layout.terms(selection.terms or _kept_terms(kv, selection), added)
         shared = kv.prefix is not None and kv.prefix.index.shared
-        listed = _kept_cells(keys, selection)
         # Where each kept key's cell is among the distinct ones, and a key of each of these.
-        kept, first, entries = _distinct(listed, shared=shared)
+        exact, first, entries = _distinct(_kept_cells(keys, selection), shared=shared)
+        blocks = _Blocks.of(kv, selection, sum(store.layout.widths))
+        kept = np.concatenate((exact, blocks.kept))
         stored = 0 if added is None else len(added.keys)
-        slots_needed = -(-(len(kept) + stored) // keys.heads)
+        slots_needed = -(-(len(kept) + stored + blocks.filled) // keys.heads)
         released = self.pool.cache.released_by(kv.nodes) + kv.owned
         if self.pool.available + released < slots_needed:
             return False
-        store = self._runner.cells
         stays, taken = self._standing(kept, kv.own_slots()[:slots_needed], slots_needed)
-        shift = selection.shift(keys.counts)[first]
+        shift = np.zeros(len(kept), np.int32)
+        shift[: len(exact)] = selection.shift(keys.counts)[first]
         moving, turning = np.flatnonzero(~stays & (shift == 0)), np.flatnonzero(shift)
         moved = store.take(kept[moving])
         turned = store.take(kept[turning], shift[turning] if len(turning) else None)
@@ -118,13 +122,14 @@ class Eviction:
         places = kept.copy()
         packed = np.count_nonzero(~stays)
         places[~stays] = free[:packed]
-        written = free[packed : packed + stored]
+        written, encoded = np.split(free[packed : packed + stored + blocks.filled], [stored])
         cells = np.empty(layout.count, np.int32)
         cells[layout.kept] = places[entries]
         if added is not None:
             cells[layout.added] = written[added.entries()]
             shared |= added.listed is not None
-        index = RaggedIndex(cells, layout.indptr, terms, shared)
+        quantized = blocks.placed(places[len(exact) :], encoded)
+        index = RaggedIndex(cells, layout.indptr, terms, shared, quantized)
         # The slots have an owner before anything can fail.
         gapless = selection.close_gaps
         kv.prefix = CompressedPrefix(tokens, index, slots, self.pool.slots, gapless, numbers)
@@ -132,6 +137,8 @@ class Eviction:
         store.put(places[turning], turned)
         if added is not None:
             store.write(written, added.keys, added.values)
+        if blocks.filled:
+            store.restore(encoded, blocks.arrays())
         return True
 
     def _standing(
@@ -206,6 +213,48 @@ class _Layout:
             if given is not None:
                 terms.put(places, given)
         return terms
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A sequence's quantised blocks: those that it has, and those that come to them.
+
+    Attributes:
+        before: what it has; None if that is nothing.
+        added: of each head; empty if no head gets any.
+        cell_bytes: of a cell's K and V together.
+    """
+
+    before: QuantizedBlocks | None
+    added: Sequence[Sequence[QuantizedBlock]]
+    cell_bytes: int
+
+    @classmethod
+    def of(cls, kv: SequenceKV, selection: Selection, cell_bytes: int) -> "_Blocks":
+        before = None if kv.prefix is None else kv.prefix.index.quantized
+        return cls(before, selection.quantized or (), cell_bytes)
+
+    @property
+    def kept(self) -> Int32Array:
+        """The cells of those that it has: [n] int32."""
+        return np.zeros(0, np.int32) if self.before is None else self.before.cells
+
+    @property
+    def filled(self) -> int:
+        """How many cells those fill that come."""
+        return sum(block.cells(self.cell_bytes) for head in self.added for block in head)
+
+    def placed(self, kept: Int32Array, filled: Int32Array) -> QuantizedBlocks | None:
+        """Return all blocks, given where the cells of both kinds are from now on."""
+        before = None if self.before is None else replace(self.before, cells=kept)
+        if not len(filled):
+            return before
+        later = QuantizedBlocks.of_heads(self.added, filled, self.cell_bytes)
+        return later if before is None else before.joined(later)
+
+    def arrays(self) -> tuple[NDArray[np.uint8], ...]:
+        """Return what the cells of those that come hold."""
+        return cell_arrays([block for head in self.added for block in head], self.cell_bytes)
 
 
 def _distinct(cells: Int32Array, *, shared: bool) -> tuple[Int32Array, Int64Array, Int64Array]:

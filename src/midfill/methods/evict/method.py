@@ -10,6 +10,7 @@ from typing import Protocol, Self, runtime_checkable
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array, Int64Array
+from midfill.kv.quantized import QuantizedBlocks, cell_data
 from midfill.methods.evict.selection import Selection
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.cells import CellStore
@@ -18,23 +19,37 @@ from midfill.runners.forward.cells import CellStore
 class SequenceKeys:
     """The keys of a sequence as its layers and heads hold them; a view of the KV cache.
 
+    Exact keys have numbers, from 0 on. Quantised ones, which rows see as well, have none: whatever
+    was quantised stays as it is.
+
     Attributes:
         config: the model.
-        counts: [layers * kv_heads] int32, keys that each head holds.
+        counts: [layers * kv_heads] int32, exact keys that each head holds.
+        quantized_counts: [layers * kv_heads] int32, quantised keys that each head holds.
     """
 
-    def __init__(self, config: ModelConfig, cells: list[Int32Array], store: CellStore) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        cells: list[Int32Array],
+        store: CellStore,
+        quantized: QuantizedBlocks | None = None,
+    ) -> None:
         """View some cells.
 
         Args:
             config: the model.
             cells: those of each layer and head, in the order of their keys.
             store: the KV cache.
+            quantized: what was quantised before.
         """
         self.config = config
         self.counts = np.array([len(keys) for keys in cells], np.int32)
+        nothing = np.zeros(len(cells), np.int32)
+        self.quantized_counts = nothing if quantized is None else quantized.counts
         self._cells = cells
         self._store = store
+        self._quantized = quantized
 
     @property
     def heads(self) -> int:
@@ -46,7 +61,7 @@ class SequenceKeys:
         return self._cells[head]
 
     def of_heads(self, config: ModelConfig, heads: Int64Array) -> "SequenceKeys":
-        """Return a view of some heads' keys, which are all that ``config`` has."""
+        """Return a view of some heads' exact keys, which are all that ``config`` has."""
         return SequenceKeys(config, [self._cells[head] for head in heads], self._store)
 
     def read(
@@ -62,8 +77,26 @@ class SequenceKeys:
         return self._store.read(cells if numbers is None else cells[numbers])
 
     def read_keys(self, head: int) -> Float32Array:
-        """Return all keys of head ``layer * kv_heads + head``: float32 [n, head_dim]."""
-        return self._store.read_keys(self._cells[head])
+        """Return all keys of head ``layer * kv_heads + head``, the quantised ones first.
+
+        Returns:
+            float32 [n, head_dim].
+        """
+        exact = self._store.read_keys(self._cells[head])
+        if self._quantized is None:
+            return exact
+        return np.concatenate((self.read_quantized(head)[0], exact))
+
+    def read_quantized(self, head: int) -> tuple[Float32Array, Float32Array]:
+        """Return what the quantised keys and values of a head stand for: float32 [n, head_dim]."""
+        dim, quantized = self.config.head_dim, self._quantized
+        found = [(np.zeros((0, dim), np.float32),) * 2]
+        if quantized is not None:
+            for number in quantized.numbers(head):
+                data = cell_data(*self._store.dump(quantized.cells_of(number)))
+                found.append(quantized.block(number, data).decode(dim))
+        keys, values = zip(*found, strict=True)
+        return np.concatenate(keys), np.concatenate(values)
 
 
 class SequenceCompressor(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array, Int64Array
+from midfill.kv.quantized import QuantizedBlock
 from midfill.kv.ragged import KeyTerms
 
 
@@ -57,6 +58,8 @@ class Selection:
             a window rolls on, the sinks. A sequence whose gaps were closed once closes them always.
             Otherwise keys keep their positions.
         added: keys that come to those that stay; None adds none. Gaps can't be closed then.
+        quantized: blocks that each head gets after those that it has, for keys that don't stay;
+            None adds none. Gaps can't be closed then.
     """
 
     kept: Int32Array
@@ -64,14 +67,20 @@ class Selection:
     terms: KeyTerms | None = None
     close_gaps: bool = False
     added: AddedKeys | None = None
+    quantized: Sequence[Sequence[QuantizedBlock]] | None = None
 
     @classmethod
-    def of_heads(cls, kept: Sequence[Int32Array], added: AddedKeys | None = None) -> "Selection":
+    def of_heads(
+        cls,
+        kept: Sequence[Int32Array],
+        added: AddedKeys | None = None,
+        quantized: Sequence[Sequence[QuantizedBlock]] | None = None,
+    ) -> "Selection":
         """Return the selection of keys [n] per layer and head, each in any order."""
         ends = np.cumsum([0, *(len(keys) for keys in kept)])
         ordered = [np.sort(keys) for keys in kept]
         chosen, indptr = np.concatenate(ordered).astype(np.int32), ends.astype(np.int32)
-        return cls(chosen, indptr, added=added)
+        return cls(chosen, indptr, added=added, quantized=quantized)
 
     def shift(self, counts: Int32Array) -> Int32Array:
         """Return by how many positions each key moves: [n] int32, 0 unless gaps are closed.
@@ -95,8 +104,12 @@ class Selection:
         """
         return cls.of_heads([kept] * heads)
 
-    def check(self, counts: Int32Array) -> None:
+    def check(self, counts: Int32Array, quantized: Int32Array | int = 0) -> None:
         """Check that it selects from heads that hold ``counts`` [layers * kv_heads] keys.
+
+        Args:
+            counts: of exact keys.
+            quantized: [layers * kv_heads] int32, of quantised ones.
 
         Raises:
             ValueError: a key does not exist, is named twice or out of order, a head is left with
@@ -110,15 +123,29 @@ class Selection:
         ):
             raise ValueError("a selection needs the kept keys of every layer and head")
         sizes = np.diff(self.indptr)
-        if (sizes + self._count_added(counts) < 1).any():
+        if (sizes + self._count_added(counts) + quantized + self._count_quantized() < 1).any():
             raise ValueError("every head has to keep at least one key")
-        if self.close_gaps and (self.added is not None or (sizes != sizes[0]).any()):
+        changed = self.added is not None or self.quantized is not None
+        if self.close_gaps and (changed or (sizes != sizes[0]).any()):
             raise ValueError("gaps can be closed only if all heads keep equally many keys")
         owner = np.repeat(np.arange(len(counts)), sizes)
         if self.kept.min(initial=0) < 0 or (self.kept >= counts[owner]).any():
             raise ValueError("a selection names keys that don't exist")
         if ((np.diff(self.kept) <= 0) & (np.diff(owner) == 0)).any():
             raise ValueError("a selection's keys must ascend within a head")
+
+    def _count_quantized(self) -> Int64Array:
+        """Return how many quantised keys each head gets: [heads].
+
+        Raises:
+            ValueError: they don't fit the heads.
+        """
+        heads = len(self.indptr) - 1
+        if self.quantized is None:
+            return np.zeros(heads, np.int64)
+        if len(self.quantized) != heads:
+            raise ValueError("a selection needs the blocks of every layer and head")
+        return np.array([sum(each.tokens for each in blocks) for blocks in self.quantized])
 
     def _count_added(self, counts: Int32Array) -> Int64Array:
         """Return how many entries are added to each head: [heads].

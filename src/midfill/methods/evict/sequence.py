@@ -8,6 +8,7 @@ from midfill.methods.evict.cascade import Cascade, CascadeSize, CascadingMethod
 from midfill.methods.evict.eviction import Eviction
 from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.evict.state import CompressionState
+from midfill.methods.evict.succession import Succession
 from midfill.methods.sequence_method import (
     Aspect,
     Prefill,
@@ -32,21 +33,25 @@ class EvictedSequence(SequenceMethod):
         self,
         name: str,
         eviction: Eviction,
-        state: CompressionState,
+        states: Sequence[CompressionState],
         cascade: Cascade | None,
+        stage: int = 0,
     ) -> None:
         """Begin with a sequence of which nothing is computed.
 
         Args:
             name: how requests name the method.
             eviction: moves cells.
-            state: the method, and when it decides.
+            states: the methods, and when they decide: each on what the one before it has kept.
+                All but the last decide once.
+            stage: which of them decides next.
             cascade: trims the prompt's KV while it is prefilled; None leaves it whole until then.
         """
         self.name = name
-        self._eviction, self._state, self._cascade = eviction, state, cascade
+        self._eviction, self._states, self._cascade = eviction, tuple(states), cascade
+        self._stage = stage
         self.changes = frozenset({Aspect.KEYS} | ({Aspect.CHUNKS} if cascade else set()))
-        in_blocks = {Aspect.CHUNKS} if state.observes_blocks else set()
+        in_blocks = {Aspect.CHUNKS} if states[0].observes_blocks else set()
         self.needs = frozenset({Aspect.ROWS} | in_blocks)
 
     @property
@@ -100,13 +105,15 @@ class EvictedSequence(SequenceMethod):
         if kv is None:
             return True
         self._eviction.show_blocks(self._state, kv, point)
-        if point != self._point(sequence):
-            return True
-        if self._cascade is None or not self._is_cascading(kv):
-            return self._eviction.evict(self._state, kv, point)
-        self._state.take()
-        self._state.pass_point(point)
-        self._cascade.finish(kv, self._eviction.pool)
+        while point == self._point(sequence):
+            if self._cascade is not None and self._is_cascading(kv):
+                self._state.take()
+                self._state.pass_point(point)
+                self._cascade.finish(kv, self._eviction.pool)
+            elif not self._eviction.evict(self._state, kv, point):
+                return False
+            if self._stage + 1 < len(self._states):
+                self._stage += 1
         return True
 
     def rolled_back(self, computed: int) -> None:
@@ -115,14 +122,22 @@ class EvictedSequence(SequenceMethod):
 
     def restart(self) -> None:
         """See ``SequenceMethod``."""
-        self._state.restart()
+        for state in self._states:
+            state.restart()
+        self._stage = 0
         if self._cascade is not None:
             self._cascade.restart()
 
     def fork(self) -> "EvictedSequence":
         """See ``SequenceMethod``."""
         cascade = None if self._cascade is None else self._cascade.fork()
-        return EvictedSequence(self.name, self._eviction, self._state.fork(), cascade)
+        states = [state.fork() for state in self._states]
+        return EvictedSequence(self.name, self._eviction, states, cascade, self._stage)
+
+    @property
+    def _state(self) -> CompressionState:
+        """The method that decides next."""
+        return self._states[self._stage]
 
     def _is_cascading(self, kv: SequenceKV | None) -> bool:
         """Whether the prompt's KV is yet to be trimmed while it is prefilled."""
@@ -157,17 +172,21 @@ class EvictionKind:
         self, name: str, method: object, request: RequestFacts, sequence: SequenceView
     ) -> SequenceMethod | None:
         """See ``MethodKind.attach``."""
-        if not isinstance(method, CompressionMethod):
+        if isinstance(method, Succession):
+            methods = [method.first, method.second]
+        elif isinstance(method, CompressionMethod):
+            methods = [method]
+        else:
             return None
         prompt = request.compress_after
         config = self._eviction.full_layers.config
         tokens = sequence.tokens[:prompt].copy()
-        state = CompressionState(method, config, tokens, sequence.tenant)
-        trims = _trimming(method)
+        states = [CompressionState(each, config, tokens, sequence.tenant) for each in methods]
+        trims = _trimming(methods[0])
         cascade = None
         if trims is not None and trims.kept_tokens(prompt) is not None:
             cascade = Cascade(trims, self._runner, self._eviction.full_layers, prompt)
-        return EvictedSequence(name, self._eviction, state, cascade)
+        return EvictedSequence(name, self._eviction, states, cascade)
 
     def max_length(self, methods: Sequence[object], request: RequestFacts, most: int) -> int:
         """See ``MethodKind.max_length``."""

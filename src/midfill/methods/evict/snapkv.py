@@ -66,6 +66,11 @@ class SnapKV(OneShot):
         )
 
     @property
+    def only_drops(self) -> bool:
+        """See ``DroppingMethod.only_drops``."""
+        return True
+
+    @property
     def cascades(self) -> bool:
         """See ``CascadingMethod.cascades``."""
         return self.cascade > 0

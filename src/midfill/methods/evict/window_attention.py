@@ -31,28 +31,34 @@ def window_attention(keys: SequenceKeys, queries: Float32Array, layer: int) -> F
     return np.concatenate([head_attention(keys, queries, head) for head in heads])
 
 
-def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Float32Array:
-    """Return the attention weights of a sequence's last rows in one head.
+def head_attention(
+    keys: SequenceKeys, queries: Float32Array, head: int, rows: Int32Array | None = None
+) -> Float32Array:
+    """Return the attention weights of some of a sequence's rows in one head.
 
     Args:
-        keys: of the sequence; the rows' own are the last ones.
-        queries: float32 [layers, rows, query_heads, head_dim], rotated: of the last rows.
+        keys: of the sequence.
+        queries: float32 [layers, rows, query_heads, head_dim], rotated.
         head: KV head ``layer * kv_heads + head``.
+        rows: [rows] int32, ascending, the numbers of the rows' own keys among the n, see below;
+            None: the rows are the last ones.
 
     Returns:
-        float32 [query heads of the KV head, rows, n]; see ``window_attention``.
+        float32 [query heads of the KV head, rows, n]; see ``window_attention``. The first of the n
+        keys are the quantised ones.
     """
     config = keys.config
     group = config.query_heads // config.kv_heads
     layer, kv_head = divmod(head, config.kv_heads)
-    rows, window = queries.shape[1], config.window_of(layer)
-    found = keys.read_keys(head)
+    window, found = config.window_of(layer), keys.read_keys(head)
     own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
     scaled = np.multiply(own, np.float32(config.score_scale), order="C")
     weights, count = _products(scaled, found), len(found)
+    last = np.arange(count - queries.shape[1], count, dtype=np.int32)
+    row = (last if rows is None else rows)[:, None]
     # All rows see the keys before the first row's, unless a window hides them.
-    first = count - rows if window is None else 0
-    row, key = np.arange(count - rows, count)[:, None], np.arange(first, count)
+    first = int(row.min(initial=count)) if window is None else 0
+    key = np.arange(first, count)
     hidden = key > row
     if window is not None:
         hidden |= key <= row - window
@@ -66,23 +72,25 @@ def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Floa
 def _products(queries: Float32Array, keys: Float32Array) -> Float32Array:
     """Return the products of [heads, rows, head_dim] queries and [n, head_dim] keys."""
     products = np.empty((*queries.shape[:2], len(keys)), np.float32)
-    step = max(_ONE_THREAD // (queries.shape[1] * queries.shape[2]), 1)
+    step = max(_ONE_THREAD // max(queries.shape[1] * queries.shape[2], 1), 1)
     for start in range(0, len(keys), step):
         part = slice(start, start + step)
         np.matmul(queries, keys[part].T, out=products[:, :, part])
     return products
 
 
-def received_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Float32Array:
-    """Return the attention that each key receives from a sequence's last rows in one head.
+def received_attention(
+    keys: SequenceKeys, queries: Float32Array, head: int, rows: Int32Array | None = None
+) -> Float32Array:
+    """Return the attention that each key receives from some of a sequence's rows in one head.
 
     Args:
-        keys, queries, head: see ``head_attention``.
+        keys, queries, head, rows: see ``head_attention``.
 
     Returns:
         float32 [n]: the sum of ``head_attention`` over query heads and rows.
     """
-    received: Float32Array = head_attention(keys, queries, head).sum(axis=(0, 1))
+    received: Float32Array = head_attention(keys, queries, head, rows).sum(axis=(0, 1))
     return received
 
 

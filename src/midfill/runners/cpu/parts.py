@@ -19,18 +19,26 @@ from midfill.kernels.cpu.attention_metadata import (
     AttentionHeads,
     AttentionMetadata,
 )
-from midfill.kernels.cpu.attention_parts import REQUEST_FIELDS, AttentionParts, no_parts
+from midfill.kernels.cpu.attention_parts import (
+    REQUEST_FIELDS,
+    AttentionParts,
+    QuantizedTable,
+    no_parts,
+)
 from midfill.kernels.cpu.calls import kernel_address
 from midfill.kernels.cpu.decoder_data import Batch, Stages, Workspace
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
-from midfill.kernels.cpu.parts.attention import attend_parts
-from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, scratch_size
+from midfill.kernels.cpu.parts.attention import MAX_PARTIAL_ROWS, attend_parts
+from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, PartKeys, PartScratch, scratch_size
 from midfill.kernels.cpu.parts.probe import mean_keys, probe_masses
-from midfill.kernels.cpu.ragged_cells import pack_ragged
+from midfill.kernels.cpu.parts.quantized_attention import attend_quantized_segment
+from midfill.kernels.cpu.ragged_cells import HeadKeys, pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES
+from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
+from midfill.kv.quantized import CELLS_AT, QuantizedBlocks
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import (
     AttentionPlan,
@@ -61,7 +69,7 @@ class PartAttention:
         self._scratch = aligned_zeros((threads, scratch_size(config.head_dim)), np.float32)
         self._numbers = aligned_zeros((threads, NUMBERS), np.int32)
         self._weights = self._states = aligned_zeros((threads, 0), np.float32)
-        self._address = 0
+        self._address = self._quantized_address = 0
 
     def run(
         self,
@@ -149,7 +157,7 @@ class PartAttention:
         config, seen = self.config, batch.slots_seen()
         requests: list[int] = []
         parts: list[KeyPart] = []
-        lists = units = 0
+        lists = units = partials = 0
         for number, plan in plans:
             row, end = batch.query_indptr[number : number + 2].tolist()
             start, stop = batch.kv_indptr[number : number + 2].tolist()
@@ -160,13 +168,20 @@ class PartAttention:
                 parts.append(part)
             parts.append(KeyPart(batch.kv_slots[start:stop], plan.cells, seen[row:end]))
             lists_at = -1 if plan.lister is None else lists
-            requests += (row, rows, first, len(parts), lists_at, units)
+            segments = _count_partials(config, rows, plan)
+            partial = partials if segments else -1
+            requests += (row, rows, first, len(parts), lists_at, units, partial, segments)
+            partials += segments
             if plan.lister is not None:
                 lists += query_blocks(rows) * config.query_heads
             units += _count_units(config, rows, has_lists=plan.lister is not None)
         visible = [part.visible for part in parts if part.visible is not None]
         slots_at, visible_at = _starts([part.slots for part in parts]), _starts(visible)
         ragged, _ = pack_ragged([part.cells for part in parts])
+        quantized = self._pack_blocks(
+            [None if part.cells is None else part.cells.quantized for part in parts]
+        )
+        partial_rows = partials * config.kv_heads * MAX_PARTIAL_ROWS
         factors = [(config.score_scale / part.temperature, part.power) for part in parts]
         return AttentionParts(
             np.array(requests, np.int32),
@@ -175,9 +190,12 @@ class PartAttention:
             np.concatenate([part.slots for part in parts]).astype(np.int32, copy=False),
             np.concatenate(visible).astype(np.int32, copy=False),
             ragged,
+            quantized,
             np.zeros(lists + 1, np.int32),
             np.zeros(0, np.int32),
             np.zeros(lists, np.int64),
+            np.empty(2 * partial_rows, np.float32),
+            np.empty(config.head_dim * partial_rows, np.float32),
             self._scratch,
             self._numbers,
         )
@@ -196,6 +214,22 @@ class PartAttention:
             )  # fmt: skip
         return self._address
 
+    def _pack_blocks(self, parts: Sequence[QuantizedBlocks | None]) -> QuantizedTable:
+        """Return the quantised blocks of a batch's parts, with the kernel that attends to them."""
+        if all(blocks is None for blocks in parts):
+            return no_parts().quantized
+        if not self._quantized_address:
+            floats, numbers = self._scratch[0], self._numbers[0]
+            sums, none = SoftmaxSums(floats, floats), no_parts()
+            keys = PartKeys(
+                HeadKeys(0, 0, 0, 0, False), numbers, none.ragged, none.quantized, 0, 0, 0
+            )
+            scratch = PartScratch(*(floats,) * 4, *(sums,) * 3, *(numbers,) * 3, floats)
+            self._quantized_address = kernel_address(
+                attend_quantized_segment, self._layer_kv(0), keys, 0, 0, 0, 0, 0, scratch, sums
+            )
+        return _joined_blocks(parts, self._quantized_address)
+
     def _probes(
         self,
         batch: ForwardBatch,
@@ -207,7 +241,9 @@ class PartAttention:
         found = []
         queries = Queries(workspace.qkv, self._stride)
         fields = parts.requests.reshape(-1, REQUEST_FIELDS)
-        for (_, plan), (row, rows, _, end, lists_at, _) in zip(plans, fields.tolist(), strict=True):
+        for (_, plan), (row, rows, _, end, lists_at, *_) in zip(
+            plans, fields.tolist(), strict=True
+        ):
             if lists_at >= 0 and plan.lister is not None:
                 probe = CpuProbe(self, parts, end - 1, row, rows, plan, queries)
                 found.append((plan.lister, probe))
@@ -318,6 +354,36 @@ def _count_units(config: ModelConfig, rows: int, *, has_lists: bool) -> int:
     if has_lists or group > BLOCK:
         group = 1
     return -(-rows // (BLOCK // group)) * (config.query_heads // group)
+
+
+def _count_partials(config: ModelConfig, rows: int, plan: AttentionPlan) -> int:
+    """Return how many segments of a request's quantised keys are computed on their own."""
+    group = config.query_heads // config.kv_heads
+    blocks = None if plan.cells is None else plan.cells.quantized
+    if blocks is None or plan.lister is not None or rows * group > MAX_PARTIAL_ROWS:
+        return 0
+    return -(-int(blocks.counts.max(initial=0)) // SEGMENT)
+
+
+def _joined_blocks(parts: Sequence[QuantizedBlocks | None], kernel: int) -> QuantizedTable:
+    """Return the quantised blocks of a batch's parts as the kernels take them."""
+    present = [blocks for blocks in parts if blocks is not None]
+    tables = []
+    for blocks, start in zip(present, _starts([each.cells for each in present]), strict=True):
+        table = blocks.table.copy()
+        table[:, CELLS_AT] += start
+        tables.append(table.reshape(-1))
+    firsts = iter(_starts([each.indptr for each in present]).tolist())
+    before = _starts([each.table for each in present])
+    return QuantizedTable(
+        np.array([-1 if blocks is None else next(firsts) for blocks in parts], np.int32),
+        np.concatenate([each.indptr + at for each, at in zip(present, before, strict=True)]).astype(
+            np.int32
+        ),
+        np.concatenate(tables).astype(np.int32),
+        np.concatenate([each.cells for each in present]),
+        kernel,
+    )
 
 
 def _starts(arrays: Sequence[Int32Array]) -> Int64Array:

@@ -224,8 +224,8 @@ class AttentionPlan:
 
     @property
     def is_dense(self) -> bool:
-        """Whether there is one part, all of whose keys are read."""
-        return self.lister is None and not self.parts
+        """Whether there is one part, all of whose keys are exact and read."""
+        return self.lister is None and not self.parts and not _has_blocks(self.cells)
 
     def check(self, config: ModelConfig, rows: int) -> None:
         """Check that it fits a model and the rows of its request.
@@ -244,6 +244,12 @@ class AttentionPlan:
                 )
         if self.parts and config.sliding_window is not None:
             raise ValueError("part 0: rows in layers with a sliding window see one part only")
+        if _has_blocks(self.cells) and config.sliding_window is not None:
+            raise ValueError(f"part {own}: rows with a sliding window see no quantised keys")
+
+
+def _has_blocks(cells: RaggedIndex | None) -> bool:
+    return cells is not None and cells.quantized is not None
 
 
 def _check_part(part: KeyPart, config: ModelConfig, rows: int, name: str) -> None:
@@ -269,6 +275,8 @@ def _check_cells(cells: RaggedIndex, config: ModelConfig, name: str) -> None:
         )
     if cells.indptr[-1] != len(cells.cells):
         raise ValueError(f"{name}: {len(cells.cells)} cells, but its heads have {cells.indptr[-1]}")
+    if cells.quantized is not None and len(cells.quantized.indptr) != heads + 1:
+        raise ValueError(f"{name}: blocks of {len(cells.quantized.indptr) - 1} heads, not {heads}")
     terms = cells.terms
     if terms is not None and len(terms.score_factor) != len(cells.cells):
         raise ValueError(f"{name}: terms of {len(terms.score_factor)} of {len(cells.cells)} cells")

@@ -123,7 +123,7 @@ class Decoder:
             write_slots=self._indices(numbered.write_slots),
             attention=prepare_metadata(numbered, self._windows, self.device),
             across_layers=across,
-            planned=prepare_plans(batch, self.kv_cache.keys.shape, self.device),
+            planned=prepare_plans(batch, self.kv_cache.keys, self.kv_cache.values),
             observed_rows=self._indices(batch.observed_rows),
         )
 

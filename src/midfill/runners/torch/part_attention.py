@@ -2,14 +2,17 @@
 
 The plain form, one request at a time: what the CPU kernels agree with, and what runs on CUDA. All
 scores are computed, and those of keys that are not listed are masked, so nothing is saved here.
+Quantised blocks are decoded once and kept as what they stand for, which saves no memory either.
 """
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from midfill.arrays import Float32Array, Int32Array
+from midfill.kv.quantized import QuantizedBlocks, cell_data
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.runners.forward.attention import (
     QUERY_BLOCK,
@@ -35,6 +38,20 @@ class PreparedCells:
 
 
 @dataclass(frozen=True)
+class DecodedBlocks:
+    """What quantised blocks stand for.
+
+    Attributes:
+        keys, values: [layers, kv_heads, most, head_dim], padded with zeros.
+        counts: [layers, kv_heads, 1] int64, how many of them there are.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
 class PreparedPart:
     """One part of a request's keys.
 
@@ -42,6 +59,7 @@ class PreparedPart:
         slots: [n] int64, after the cells.
         visible: [queries, 1] int64, how many of the slots each row sees.
         cells: before them; None if there are none.
+        blocks: before these; None if there are none.
         temperature: divides the scores.
         power: that the sum of their exponentials is raised to.
     """
@@ -49,6 +67,7 @@ class PreparedPart:
     slots: torch.Tensor
     visible: torch.Tensor
     cells: PreparedCells | None
+    blocks: DecodedBlocks | None
     temperature: float
     power: float
 
@@ -69,18 +88,17 @@ class PlannedRequest:
 
 
 def prepare_plans(
-    batch: ForwardBatch, shape: torch.Size, device: torch.device
+    batch: ForwardBatch, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[PlannedRequest, ...]:
     """Return the batch's requests with a plan, once for all layers.
 
     Args:
         batch: the step.
-        shape: of the KV cache: [layers, slots, kv_heads, head_dim].
-        device: where the tensors go.
+        keys, values: the KV cache: [layers, slots, kv_heads, head_dim].
     """
     seen = batch.slots_seen()
     return tuple(
-        _prepare(batch, number, plan, seen, shape[2], device) for number, plan in batch.plans()
+        _prepare(batch, number, plan, seen, keys, values) for number, plan in batch.plans()
     )
 
 
@@ -155,9 +173,34 @@ def _scores(
         scores = scores * factor[:, None, None] + bias[:, None, None]
     seen = _visible(part.visible, most, count - most, kept, window)
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    if part.blocks is not None:
+        scores, weight, v = _with_blocks(scores, weight, v, q, part, layer, scale)
     if lister is not None:
         scores = _mask_unlisted(scores, q, k, kept, most, layer, scale, lister)
     return scores, weight, v
+
+
+def _with_blocks(
+    scores: torch.Tensor,
+    weight: torch.Tensor,
+    v: torch.Tensor,
+    q: torch.Tensor,
+    part: PreparedPart,
+    layer: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what ``_scores`` returns, with that of the quantised keys behind it."""
+    blocks = part.blocks
+    assert blocks is not None
+    added = torch.einsum("rhgd,hkd->hgrk", q, blocks.keys[layer]) * (scale / part.temperature)
+    missing = torch.arange(added.shape[-1], device=v.device) >= blocks.counts[layer]
+    added = added.masked_fill(missing[:, None, None], -torch.inf)
+    ones = weight.new_ones(len(weight), added.shape[-1])
+    return (
+        torch.cat((scores, added), dim=-1),
+        torch.cat((weight, ones), dim=-1),
+        torch.cat((v, blocks.values[layer]), dim=1),
+    )
 
 
 def _mask_unlisted(
@@ -226,9 +269,10 @@ def _prepare(
     number: int,
     plan: AttentionPlan,
     seen: Int32Array,
-    kv_heads: int,
-    device: torch.device,
+    keys: torch.Tensor,
+    values: torch.Tensor,
 ) -> PlannedRequest:
+    kv_heads, device = keys.shape[2], keys.device
     rows = np.arange(batch.query_indptr[number], batch.query_indptr[number + 1])
     own = batch.kv_slots[batch.kv_indptr[number] : batch.kv_indptr[number + 1]]
 
@@ -238,6 +282,10 @@ def _prepare(
     def cells(index: RaggedIndex | None) -> PreparedCells | None:
         return None if index is None else _prepare_cells(index, kv_heads, device)
 
+    def blocks(index: RaggedIndex | None) -> DecodedBlocks | None:
+        quantized = None if index is None else index.quantized
+        return None if quantized is None else _decode_blocks(quantized, keys, values)
+
     parts = []
     for part in plan.parts:
         visible = np.full(len(rows), len(part.slots)) if part.visible is None else part.visible
@@ -246,11 +294,14 @@ def _prepare(
                 indices(part.slots),
                 indices(visible)[:, None],
                 cells(part.cells),
+                blocks(part.cells),
                 part.temperature,
                 part.power,
             )
         )
-    own_part = PreparedPart(indices(own), indices(seen[rows])[:, None], cells(plan.cells), 1.0, 1.0)
+    own_part = PreparedPart(
+        indices(own), indices(seen[rows])[:, None], cells(plan.cells), blocks(plan.cells), 1.0, 1.0
+    )
     return PlannedRequest(indices(rows), (*parts, own_part), plan.lister)
 
 
@@ -262,12 +313,47 @@ def _prepare_cells(index: RaggedIndex, kv_heads: int, device: torch.device) -> P
     for target, array in zip(padded, arrays, strict=True):
         for row, (start, count) in enumerate(zip(index.indptr, counts, strict=False)):
             target[row, :count] = array[start : start + count]
-    shape = (-1, kv_heads, index.most)
+    # Heads may have no exact key, only quantised ones.
+    shape = (len(counts) // kv_heads, kv_heads, index.most)
     return PreparedCells(
         cells=torch.from_numpy(padded[0].reshape(shape)).to(device, torch.int64),
         kept=torch.from_numpy(counts.reshape(-1, kv_heads, 1)).to(device, torch.int64),
         terms=torch.from_numpy(np.stack(padded[1:]).reshape(3, *shape)).to(device),
     )
+
+
+_DECODED: WeakKeyDictionary[QuantizedBlocks, DecodedBlocks] = WeakKeyDictionary()
+"""Blocks never change, but for the cells that they are in."""
+
+
+def _decode_blocks(
+    blocks: QuantizedBlocks, keys: torch.Tensor, values: torch.Tensor
+) -> DecodedBlocks:
+    found = _DECODED.get(blocks)
+    if found is None:
+        layers, _, kv_heads, head_dim = keys.shape
+        counts = blocks.counts
+        shape = (2, len(counts), int(counts.max(initial=0)), head_dim)
+        decoded = np.zeros(shape, np.float32)
+        for head, count in enumerate(counts):
+            every = [_decode_block(blocks, number, keys, values) for number in blocks.numbers(head)]
+            if every:
+                decoded[:, head, :count] = np.concatenate(every, axis=1)
+        both = torch.from_numpy(decoded).to(keys.device)
+        both = both.view(2, layers, kv_heads, shape[2], head_dim)
+        held = torch.from_numpy(counts).to(keys.device, torch.int64).view(layers, kv_heads, 1)
+        found = _DECODED[blocks] = DecodedBlocks(both[0], both[1], held)
+    return found
+
+
+def _decode_block(
+    blocks: QuantizedBlocks, number: int, keys: torch.Tensor, values: torch.Tensor
+) -> Float32Array:
+    """Return the keys and values of a block: float32 [2, tokens, head_dim]."""
+    cells = torch.from_numpy(blocks.cells_of(number)).to(keys.device, torch.int64)
+    place = cell_places(cells, keys.shape)
+    data = [cache[place].contiguous().view(torch.uint8).cpu().numpy() for cache in (keys, values)]
+    return np.stack(blocks.block(number, cell_data(*data)).decode(keys.shape[-1]))
 
 
 class TorchProbe:

@@ -9,8 +9,9 @@ from midfill_lab.bench.methods.results import Variant, choose_variants, parse_bu
 
 def test_every_method_there_is_gets_its_rows() -> None:
     variants = choose_variants(None, (0.25, 0.5))
-    assert {one.method for one in variants} == set(methods_of("evict"))
-    for name in methods_of("evict"):
+    every = [*methods_of("evict"), *methods_of("quantize")]
+    assert {one.method for one in variants} == set(every)
+    for name in every:
         budgets = [one.budget for one in variants if one.method == name]
         assert budgets == ([0.5, 0.25] if "budget" in METHODS[name].options() else [None])
 
@@ -21,6 +22,16 @@ def test_options_keep_their_commas_and_a_budget_of_ones_own_stays() -> None:
         Variant("snapkv:window=16,kernel=3,budget=0.5", "snapkv:window=16,kernel=3", 0.5),
         Variant("cake:budget=64", "cake:budget=64"),
         Variant("streamingllm:budget=0.5", "streamingllm", 0.5),
+    ]
+
+
+def test_methods_that_act_together_are_one_variant_without_nulls() -> None:
+    variants = choose_variants(
+        "snapkv+kivi:bits=4,residual=32,kivi+cake:budget=99", (0.5,), nulls=True
+    )
+    assert variants == [
+        Variant("snapkv:budget=0.5+kivi:bits=4,residual=32", "snapkv+kivi:bits=4,residual=32", 0.5),
+        Variant("kivi+cake:budget=99", "kivi+cake:budget=99"),
     ]
 
 

@@ -8,9 +8,10 @@ explain why one of them finds more.
 
 KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
 one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
+Those of methods that quantise are in ``fewer_bits`` and ``spent_bits``.
 
-Every null keeps exactly as many cells as its method, but for "no mean key", which keeps a cell
-less per streaming head. Random choices follow from the prompt alone.
+Every null of eviction keeps exactly as many cells as its method, but for "no mean key", which keeps
+a cell less per streaming head. Random choices follow from the prompt alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +34,10 @@ from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.evict.streaming_heads import HeadSplit
 from midfill.methods.evict.window_attention import head_attention, window_attention
 from midfill.methods.method import ModelSpecific
-from midfill.methods.registry import parse_name, resolve_method
+from midfill.methods.registry import parse_name, resolve_method, split_methods
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
+from midfill_lab.bench.methods import fewer_bits, spent_bits
 from midfill_lab.bench.methods.spending import (
     DrawnMethod,
     EvenKeys,
@@ -308,6 +310,16 @@ def _merger_of(found: _Prepared) -> KVMerger:
     return found.settings
 
 
+def _changed(change: Callable[[object], CompressionMethod]) -> Null:
+    """Return the null that a change of a method's hyper-parameters makes."""
+    return lambda found: change(found.settings)
+
+
+def _sized(change: Callable[[object, ModelConfig], CompressionMethod]) -> Null:
+    """Return the null that a change makes which depends on the model's shape."""
+    return lambda found: change(found.settings, found.config)
+
+
 _POSITIONS: Mapping[str, Null] = {"at random": _random, "evenly": _even}
 _KEYS: Mapping[str, Null] = {**_POSITIONS, "plain score": _plain}
 _SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
@@ -352,14 +364,38 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         "plain average": _plain_average,
         "upper layer alone": _upper_layer,
     },
+    "gear": {
+        "smaller groups": _sized(spent_bits.smaller_groups),
+        "wider codes": _sized(spent_bits.wider_codes),
+        "random directions": _changed(spent_bits.random_directions),
+        "random outliers": _changed(spent_bits.random_outliers),
+    },
+    "mikv": {
+        "random split": _changed(spent_bits.random_split),
+        "reversed score": _changed(spent_bits.reversed_score),
+        "uniform bits": _sized(spent_bits.uniform_bits),
+        "eviction": _sized(spent_bits.eviction),
+        "no balancer": _changed(spent_bits.no_balancer),
+    },
+    "kivi": {"keys per token": _changed(fewer_bits.keys_per_token)},
+    "zipcache": {
+        "random split": _changed(fewer_bits.random_split),
+        "accumulated score": _changed(fewer_bits.accumulated_attention),
+        "uniform bits": _changed(fewer_bits.uniform_bits),
+        "uniform bits per token": _changed(fewer_bits.uniform_bits_per_token),
+    },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block
 by block, so nothing can be spent otherwise at the prompt's end: it has none."""
 
 
 def null_titles(specification: str) -> Sequence[str]:
-    """Return on what the nulls of a method spend its budget; none where it has no nulls."""
-    return tuple(NULLS.get(parse_name(specification), ()))
+    """Return on what the nulls of a method spend its budget; none where it has no nulls.
+
+    Several methods together have none: each of them alone is what they are compared with.
+    """
+    parts = split_methods(specification)
+    return tuple(NULLS.get(parse_name(parts[0]), ())) if len(parts) == 1 else ()
 
 
 def make_null(specification: str, title: str, model: ServedModel) -> CompressionMethod:

@@ -14,6 +14,7 @@ from midfill.methods.registry import (
     methods_of,
     parse_name,
     resolve_method,
+    split_methods,
 )
 from midfill.system.machine import Machine
 from midfill_lab.bench.methods.nulls import null_titles
@@ -240,9 +241,10 @@ def choose_variants(
         InvalidRequestError: there is no such method or option, or a value doesn't fit.
         MidfillError: the list names nothing.
     """
-    specifications = methods_of("evict") if methods is None else split_specifications(methods)
+    every = [*methods_of("evict"), *methods_of("quantize")]
+    specifications = every if methods is None else split_specifications(methods)
     if not specifications:
-        raise OptionError(f"--methods names nothing; there are {', '.join(methods_of('evict'))}")
+        raise OptionError(f"--methods names nothing; there are {', '.join(every)}")
     variants = [
         variant for text in specifications for variant in _at_budgets(text, sorted(budgets)[::-1])
     ]
@@ -311,13 +313,25 @@ def _nulls_of(variant: Variant) -> list[Variant]:
 
 
 def _at_budgets(specification: str, budgets: Sequence[float]) -> list[Variant]:
-    name = parse_name(specification)
-    check_name(name)
-    takes_any = "budget" in METHODS[name].options() and "budget=" not in specification
-    if not takes_any:
+    parts = split_methods(specification)
+    for part in parts:
+        check_name(parse_name(part))
+    taking = [
+        place
+        for place, part in enumerate(parts)
+        if "budget" in METHODS[parse_name(part)].options() and "budget=" not in part
+    ]
+    if not taking:
         return [Variant(specification, specification)]
-    separator = "," if ":" in specification else ":"
     return [
-        Variant(f"{specification}{separator}budget={budget:g}", specification, budget)
+        Variant("+".join(_with_budget(parts, taking, budget)), specification, budget)
         for budget in budgets
+    ]
+
+
+def _with_budget(parts: Sequence[str], taking: Sequence[int], budget: float) -> list[str]:
+    """Return specifications of which those at ``taking`` have a budget."""
+    return [
+        f"{part}{',' if ':' in part else ':'}budget={budget:g}" if place in taking else part
+        for place, part in enumerate(parts)
     ]

@@ -177,7 +177,7 @@ def reuses_of(method: str) -> tuple[Reuse, ...]:
     KV from elsewhere or drop rows act on prompts as they come. Full KV is the same under both.
     """
     kinds = {METHODS[parse_name(name)].kind for name in split_methods(method)}
-    return REUSES if kinds and kinds <= {"evict", "prefill"} else ("anew",)
+    return REUSES if kinds and kinds <= {"evict", "quantize", "prefill"} else ("anew",)
 
 
 @dataclass

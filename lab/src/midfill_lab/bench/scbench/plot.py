@@ -16,6 +16,7 @@ from midfill_lab.bench.scbench.results import SCBenchReport
 
 _TITLES = {
     "evict": "eviction",
+    "quantize": "fewer bits",
     "prefill": "sparse prefill",
     "reuse": "KV from elsewhere",
     "rows": "fewer rows",

@@ -17,8 +17,8 @@ MethodsOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME[:OPTION=VALUE,...],...",
-        help="Methods to measure, separated by commas, such as snapkv,cake:window=16; all"
-        " there are if not set. Full KV is always measured.",
+        help="Methods to measure, separated by commas, such as snapkv,cake:window=16; those that"
+        " act together are joined with +. All there are if not set. Full KV is always measured.",
     ),
 ]
 BudgetsOption = Annotated[
@@ -55,6 +55,14 @@ ContextOption = Annotated[
         help="Tokens of a context with needles or questions; 2000, with --quick 1000.",
     ),
 ]
+NeedlesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Contexts with needles at each depth, each with one needle and with several; 8, with"
+        " --quick 1.",
+    ),
+]
 QuickOption = Annotated[
     bool, typer.Option("--quick", help="Fewer and shorter prompts: under five minutes.")
 ]
@@ -75,6 +83,7 @@ def methods(
     nulls: NullsOption = False,
     measure: MeasureOption = None,
     context: ContextOption = None,
+    needles: NeedlesOption = None,
     quick: QuickOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
@@ -106,6 +115,8 @@ def methods(
     options = choose_parts(QUICK if quick else MethodsOptions(), parts)
     if context is not None:
         options = msgspec.structs.replace(options, context=context)
+    if needles is not None and "needles" in parts:
+        options = msgspec.structs.replace(options, needles=needles)
 
     with show_steps("loading") as progress:
         report = measure_methods(

@@ -6,6 +6,10 @@ segments of 256, in order, which are merged in order (softmax.py). Then the part
 its power, and the parts are merged in order. So a row's result doesn't depend on the rows beside
 it, and a single part, or a list of all keys, gives the bits of dense attention. What is not listed
 is neither read nor multiplied.
+
+Quantised keys come first, in segments of their own (quantized_attention.py). Where few rows meet
+them, as when an answer is written, threads share the segments: each is a *partial*, computed on its
+own and merged in order afterwards, with the same result.
 """
 
 from typing import Any
@@ -18,15 +22,18 @@ from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.attention_parts import (
     END_PART,
     FIRST_PART,
+    FIRST_PARTIAL,
     FIRST_ROW,
     FIRST_UNIT,
     LISTS,
     PART_FIELDS,
     REQUEST_FIELDS,
     ROWS,
+    SEGMENTS,
     VISIBLE_AT,
     AttentionParts,
 )
+from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized, transform_for
 from midfill.kernels.cpu.kv_spans import KVSpan
@@ -50,8 +57,12 @@ from midfill.kernels.cpu.parts.keys import (
 from midfill.kernels.cpu.segment_attention import softmax_segment, weigh_values
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.segments import multiply_scales
+from midfill.kernels.cpu.simd import LANES, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums, clear_states, finish_row, merge_rows
-from midfill.kernels.cpu.thread_pool import take_work
+from midfill.kernels.cpu.thread_pool import barrier, take_work
+
+MAX_PARTIAL_ROWS = 32
+"""Rows, times query heads of a KV head, of requests whose quantised segments are partials."""
 
 
 @kernel
@@ -89,11 +100,82 @@ def _attend_segment(
 
 
 @kernel
+def _attend_quantized(
+    kv: LayerKV, parts: AttentionParts, part: PartKeys, partial: int, head: int,
+    heads: AttentionHeads, rows: int, group: int, memory: PartScratch, totals: SoftmaxSums,
+) -> None:  # fmt: skip
+    """Compute a block's attention over a part's quantised keys to ``totals``.
+
+    Args:
+        kv: the layer's.
+        parts: of the batch.
+        part: whose keys.
+        partial: number of the request's first partial; -1 where they are computed here.
+        head: the KV head.
+        heads: the layer's.
+        rows: of the block, times ``group``.
+        group, memory, totals: of the block.
+    """
+    top: Any = np.int64(0)
+    dim, partials = heads.head_dim, SoftmaxSums(parts.partial_states, parts.partial_sums)
+    for segment in range(top, (part.quantized + SEGMENT - 1) // SEGMENT):
+        if partial >= 0:
+            first_row = ((partial + segment) * heads.kv_heads + head) * MAX_PARTIAL_ROWS
+            merge_rows(totals, partials, first_row, rows, dim)
+            continue
+        out = totals if segment == 0 else memory.segment
+        call_kernel(
+            parts.quantized.kernel,
+            (kv, part, np.int64(segment), np.int64(1), rows, group, dim, memory, out),
+        )
+        if segment > 0:
+            merge_rows(totals, memory.segment, top, rows, dim)
+
+
+@kernel
+def _attend_partial(
+    kv: LayerKV, heads: AttentionHeads, parts: AttentionParts, queries: Queries, work: int,
+    partials: int, threads: int, memory: PartScratch,
+) -> None:  # fmt: skip
+    """Compute a partial: a request's rows with a segment of its quantised keys in one KV head."""
+    # Of one head after another, so that a thread's next segment can be prefetched.
+    segments = partials // heads.kv_heads
+    head, segment = work // segments, work % segments
+    first_row = (segment * heads.kv_heads + head) * MAX_PARTIAL_ROWS
+    fields: Any = np.int64(0)
+    while True:
+        first = int(parts.requests[fields + FIRST_PARTIAL])
+        if first >= 0 and segment < first + int(parts.requests[fields + SEGMENTS]):
+            break
+        fields += REQUEST_FIELDS
+    part = int(parts.requests[fields + END_PART]) - 1
+    own = part_keys(parts, part, kv, head)
+    segment -= first
+    if segment * SEGMENT >= own.quantized:
+        return
+    row, rows = int(parts.requests[fields + FIRST_ROW]), int(parts.requests[fields + ROWS])
+    group, factor = heads.group, parts.factors[2 * part]
+    load_queries(kv, queries, row, rows, head * group, group, heads, factor, memory.queries)
+    dim, found, count = heads.head_dim, memory.segment, rows * group
+    call_kernel(
+        parts.quantized.kernel,
+        (kv, own, np.int64(segment), np.int64(threads), count, group, dim, memory, found),
+    )
+    for i in range(2 * count):
+        parts.partial_states[2 * first_row + i] = found.states[i]
+    for i in range(0, dim * count, LANES):
+        store(parts.partial_sums, dim * first_row + i, load(found.sums, i))
+
+
+@kernel
 def _attend_gathered(
     kv: LayerKV, heads: AttentionHeads, parts: AttentionParts, part: PartKeys, keys: KeyList,
     visible_at: int, rows: int, group: int, memory: PartScratch, totals: SoftmaxSums,
 ) -> int:  # fmt: skip
-    """Compute a block's attention over gathered keys to ``totals``; return their number."""
+    """Compute a block's attention over gathered keys to ``totals``; return their number.
+
+    What quantised keys gave is in ``totals``.
+    """
     dim, base = heads.head_dim, part.head.base * 0
     cells = part.head.cells
     seen = cells + int(parts.visible[visible_at + rows - 1])
@@ -108,9 +190,10 @@ def _attend_gathered(
         shape = SegmentRows(rows * group, group, 0, 0, dim, memory.ends, 0, 0)
         span = KVSpan(kv.cache.keys, base, places, at, count)
         ahead = KVSpan(kv.cache.keys, base, places, following, next_count)
-        out = totals if read == 0 else memory.segment
+        is_first = read == 0 and part.quantized == 0
+        out = totals if is_first else memory.segment
         _attend_segment(kv, part, shape, span, at, base, ahead, memory, out)
-        if read > 0:
+        if not is_first:
             merge_rows(totals, memory.segment, top, rows * group, dim)
         read += count
         at, count = following, next_count
@@ -122,7 +205,10 @@ def _attend_slots(
     kv: LayerKV, heads: AttentionHeads, parts: AttentionParts, part: PartKeys, visible_at: int,
     rows: int, group: int, memory: PartScratch, totals: SoftmaxSums,
 ) -> int:  # fmt: skip
-    """Compute a block's attention over a part's slots to ``totals``; return their number."""
+    """Compute a block's attention over a part's slots to ``totals``; return their number.
+
+    What quantised keys gave is in ``totals``.
+    """
     dim, slots, first = heads.head_dim, parts.kv_slots, part.head.slots_at
     base = part.head.base * dim
     seen = int(parts.visible[visible_at + rows - 1])
@@ -133,9 +219,10 @@ def _attend_slots(
         span = KVSpan(kv.cache.keys, base, slots, first + start, count)
         following = min(SEGMENT, max(seen - start - SEGMENT, 0))
         ahead = KVSpan(kv.cache.keys, base, slots, first + start + count, following)
-        out = totals if start == 0 else memory.segment
+        is_first = start == 0 and part.quantized == 0
+        out = totals if is_first else memory.segment
         _attend_segment(kv, part, shape, span, top, part.head.base, ahead, memory, out)
-        if start > 0:
+        if not is_first:
             merge_rows(totals, memory.segment, top, rows * group, dim)
     return seen
 
@@ -174,6 +261,12 @@ def _attend_block(
         unit = lists_at + block * heads.query_heads + head
         keys = list_of(parts, unit if lists_at >= 0 and part + 1 == end else -1)
         clear_states(totals.states, top, rows * group)
+        if own.quantized > 0:
+            partial = int(parts.requests[fields + FIRST_PARTIAL]) if part + 1 == end else -1
+            _attend_quantized(
+                kv, parts, own, partial, head // heads.group, heads, rows * group, group, memory,
+                totals,
+            )  # fmt: skip
         if keys.listed or own.head.cells > 0:
             read = _attend_gathered(
                 kv, heads, parts, own, keys, visible_at, rows, group, memory, totals
@@ -214,6 +307,13 @@ def attend_parts(
     requests = len(parts.requests) // REQUEST_FIELDS
     units = int(parts.requests[(requests - 1) * REQUEST_FIELDS + FIRST_UNIT])
     units += _units(parts, requests - 1, heads)
+    partials = len(parts.partial_states) // (2 * MAX_PARTIAL_ROWS)
+    if partials > 0:
+        work = take_work(sync, 1)
+        while work < partials:
+            _attend_partial(kv, heads, parts, queries, work, partials, threads, memory)
+            work = take_work(sync, 1)
+        barrier(sync, threads)
     work = take_work(sync, 1)
     while work < units:
         request = requests - 1

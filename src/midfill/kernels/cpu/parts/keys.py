@@ -1,8 +1,8 @@
 """A part's keys in one KV head: gathered segment by segment, listed or all, with their terms.
 
-Keys of a part are numbered in order, its cells first, then its slots. Where some are cells, or only
-listed ones are read, the numbers of a segment's keys are gathered, and their cells; otherwise the
-slots are read where the batch lists them.
+Quantised keys come first (quantized.py). The others are numbered in order, cells first, then slots.
+Where some are cells, or only listed ones are read, the numbers of a segment's keys are gathered,
+and their cells; otherwise the slots are read where the batch lists them.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,18 @@ import numpy as np
 
 from midfill.kernels.cpu.attention import Queries
 from midfill.kernels.cpu.attention_metadata import AttentionHeads
-from midfill.kernels.cpu.attention_parts import PART_FIELDS, SLOTS_AT, AttentionParts
+from midfill.kernels.cpu.attention_parts import (
+    PART_FIELDS,
+    SLOTS_AT,
+    AttentionParts,
+    QuantizedTable,
+)
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.pair_segments import panel_words
+from midfill.kernels.cpu.parts.quantized import BLOCK_ROWS, quantized_scratch_size, quantized_words
 from midfill.kernels.cpu.ragged_cells import (
     SCORE_BIAS,
     SCORE_FACTOR,
@@ -30,8 +36,9 @@ from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.segments import multiply_scales
 from midfill.kernels.cpu.simd import LANES, fma, load, multiply, splat, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kv.quantized import BLOCK_FIELDS, TOKENS
 
-BLOCK = 64
+BLOCK = BLOCK_ROWS
 """Rows of a query block, times the query heads that share a unit; ``QUERY_BLOCK`` of lists."""
 NUMBERS = 4 * SEGMENT + BLOCK
 """Length of a thread's int32 scratch: numbers and cells of two segments of keys, and how many keys
@@ -49,6 +56,7 @@ class PartScratch(NamedTuple):
         totals, part, segment: all parts so far, one part, one segment; 64 rows each.
         numbers, cells: int32 [2 * 256], of a segment's keys and of the next one's.
         ends: int32 [64], how many of a segment's keys each row sees.
+        quantized: float32 [quantized_words(head_dim)], see ``cut_quantized``.
     """
 
     queries: Float32Array
@@ -61,12 +69,14 @@ class PartScratch(NamedTuple):
     numbers: Int32Array
     cells: Int32Array
     ends: Int32Array
+    quantized: Float32Array
 
 
 def scratch_size(head_dim: int) -> int:
     """Return how many float32 a thread needs."""
     rows = 4 * BLOCK * head_dim + 3 * 2 * BLOCK
-    return rows + BLOCK * SEGMENT + 2 * LANES + panel_words(head_dim)
+    own = rows + BLOCK * SEGMENT + 2 * LANES + panel_words(head_dim)
+    return own + quantized_scratch_size(head_dim)
 
 
 @kernel
@@ -82,9 +92,11 @@ def cut_scratch(scratch: Float32Array, numbers: Int32Array, head_dim: int) -> Pa
     totals = SoftmaxSums(rest[:states], total_sums)
     part = SoftmaxSums(rest[states : 2 * states], part_sums)
     segment = SoftmaxSums(rest[2 * states : 3 * states], segment_sums)
+    rest, words = rest[3 * states :], quantized_words(head_dim)
     return PartScratch(
-        queries, scores, rest[3 * states :], gathered, totals, part, segment,
+        queries, scores, rest[words:], gathered, totals, part, segment,
         numbers[: 2 * SEGMENT], numbers[2 * SEGMENT : 4 * SEGMENT], numbers[4 * SEGMENT :],
+        rest[:words],
     )  # fmt: skip
 
 
@@ -95,11 +107,18 @@ class PartKeys(NamedTuple):
         head: cells and slots.
         slots: int32, of all parts.
         ragged: the cells of all parts.
+        blocks: the quantised blocks of all parts.
+        first_block, end_block: those of this part and head.
+        quantized: how many keys they hold.
     """
 
     head: HeadKeys
     slots: Int32Array
     ragged: RaggedCells
+    blocks: QuantizedTable
+    first_block: int
+    end_block: int
+    quantized: int
 
 
 class KeyList(NamedTuple):
@@ -128,9 +147,14 @@ class Cursor(NamedTuple):
 def part_keys(parts: AttentionParts, part: int, kv: LayerKV, kv_head: int) -> PartKeys:
     """Return where a part's keys lie in one head of a layer."""
     slots_at = int(parts.parts[part * PART_FIELDS + SLOTS_AT])
-    return PartKeys(
-        find_keys(parts.ragged, part, kv, kv_head, slots_at), parts.kv_slots, parts.ragged
-    )
+    head = find_keys(parts.ragged, part, kv, kv_head, slots_at)
+    blocks, first, end, quantized = parts.quantized, 0, 0, 0
+    if len(blocks.first) > 0 and blocks.first[part] >= 0:
+        place = blocks.first[part] + head.base // kv.slots
+        first, end = int(blocks.indptr[place]), int(blocks.indptr[place + 1])
+        for block in range(first, end):
+            quantized += int(blocks.table[block * BLOCK_FIELDS + TOKENS])
+    return PartKeys(head, parts.kv_slots, parts.ragged, blocks, first, end, quantized)
 
 
 @inlined_kernel

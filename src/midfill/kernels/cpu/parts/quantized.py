@@ -1,0 +1,682 @@
+"""Quantised blocks (``kv.quantized``), decoded a few keys at a time to what kernels can read.
+
+What a block holds is copied from its cells piece by piece, since these may lie anywhere; its codes
+become numbers. From there on quantised keys are like any others. Only as many are decoded at a time
+as fit the first-level cache.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+from midfill.kernels.cpu.halves import load_halves
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number, kernel_by_type
+from midfill.kernels.cpu.kv_cache import KVArray, KVCache, load_entry, store_entry
+from midfill.kernels.cpu.memory import LINE, Float32Array, Int32Array
+from midfill.kernels.cpu.segment_rows import SEGMENT
+from midfill.kernels.cpu.simd import (
+    F32_VECTOR,
+    I8,
+    I16,
+    I32,
+    I32_VECTOR,
+    LANES,
+    broadcast,
+    f32x16,
+    fma,
+    llvm_call,
+    load,
+    load_unaligned,
+    splat,
+    store,
+    store_unaligned,
+)
+from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kv.quantized import (
+    BITS,
+    BYTES_AT,
+    CHANNEL_SCALE,
+    CHANNEL_ZERO,
+    CHANNELS,
+    GROUPS,
+    MAX_RANK,
+    OUTLIERS,
+    RANK,
+)
+
+PIECE = 64
+"""Keys that are decoded at a time."""
+BLOCK_ROWS = 64
+"""Rows of a query block, times the query heads that share a unit: ``BLOCK`` of keys.py."""
+_OUTLIERS_AT_ONCE = 256
+_WIDENED = 128
+"""Codes that are widened at a time."""
+_HALF = 2
+"""Bytes of a float16."""
+
+
+class QuantizedScratch(NamedTuple):
+    """A thread's memory for a segment of quantised keys.
+
+    Attributes:
+        entries: float32 [PIECE * head_dim], room for keys or values.
+        raw: float32 [PIECE * head_dim + 32], bytes of a block as they are copied.
+        channels: float32 [2 * head_dim], scales and zeros of channels.
+        basis: float32 [MAX_RANK * head_dim].
+        tokens: float32 [max(PIECE * head_dim / 8, 512)], scales and zeros of tokens.
+        coefficients: float32 [PIECE * MAX_RANK].
+        queries: float32 [64 * head_dim], scaled for the channels of a block.
+        row_terms: float32 [2 * 64], of the rows of ``queries``.
+        piece: softmax sums of a piece, 64 rows.
+    """
+
+    entries: Float32Array
+    raw: Float32Array
+    channels: Float32Array
+    basis: Float32Array
+    tokens: Float32Array
+    coefficients: Float32Array
+    queries: Float32Array
+    row_terms: Float32Array
+    piece: SoftmaxSums
+
+
+def quantized_scratch_size(head_dim: int) -> int:
+    """Return how many float32 a thread needs."""
+    numbers, rows = PIECE * head_dim, BLOCK_ROWS * (head_dim + 2)
+    ranks, tokens = MAX_RANK * (head_dim + PIECE), max(numbers // 8, 2 * SEGMENT)
+    return 2 * (numbers + LANES + head_dim + rows) + tokens + ranks
+
+
+quantized_words = kernel(quantized_scratch_size)
+"""``quantized_scratch_size`` for kernels."""
+
+
+@kernel
+def cut_quantized(memory: Float32Array, head_dim: int) -> QuantizedScratch:
+    """Cut a thread's memory into its parts."""
+    numbers, rows = PIECE * head_dim, BLOCK_ROWS * head_dim
+    entries, rest = memory[:numbers], memory[numbers:]
+    raw, rest = rest[: numbers + 2 * LANES], rest[numbers + 2 * LANES :]
+    channels, rest = rest[: 2 * head_dim], rest[2 * head_dim :]
+    basis, rest = rest[: MAX_RANK * head_dim], rest[MAX_RANK * head_dim :]
+    terms = max(numbers // 8, 2 * SEGMENT)
+    tokens, rest = rest[:terms], rest[terms:]
+    coefficients, rest = rest[: PIECE * MAX_RANK], rest[PIECE * MAX_RANK :]
+    queries, rest = rest[:rows], rest[rows:]
+    row_terms, rest = rest[: 2 * BLOCK_ROWS], rest[2 * BLOCK_ROWS :]
+    piece = SoftmaxSums(rest[rows:], rest[:rows])
+    return QuantizedScratch(
+        entries, raw, channels, basis, tokens, coefficients, queries, row_terms, piece
+    )
+
+
+# ---- generated code --------------------------------------------------------------------------
+
+
+def _byte_pointer(context: Any, builder: ir.IRBuilder, kind: Any, array: Any, at: Any) -> Any:
+    """Return a pointer to byte ``at`` of an array of any type."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(builder.bitcast(data, I8.as_pointer()), [at])
+
+
+@generated(types.void, OWN, INDEX, OWN, INDEX, INDEX)
+def _copy_bytes(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+    """Copy ``count`` bytes from byte ``at`` of an array to byte ``to`` of another.
+
+    Arguments: (array, at, other, to, count).
+    """
+    array, at, other, to, count = arguments
+    source = _byte_pointer(context, builder, kinds[0], array, at)
+    target = _byte_pointer(context, builder, kinds[2], other, to)
+    cgutils.raw_memcpy(builder, target, source, count, 1)
+
+
+@generated(types.void, OWN, INDEX, OWN, INDEX)
+def _copy_line(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+    """Copy 64 bytes from byte ``at`` of an array to byte ``to`` of another.
+
+    Arguments: (array, at, other, to).
+    """
+    array, at, other, to = arguments
+    source = _byte_pointer(context, builder, kinds[0], array, at)
+    line = load_unaligned(builder, source, I32_VECTOR)
+    store_unaligned(builder, line, _byte_pointer(context, builder, kinds[2], other, to))
+
+
+@generated(types.void, OWN, INDEX)
+def _prefetch_line(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> None:
+    """Prefetch the line of byte ``at`` of an array into the second-level cache."""
+    pointer = _byte_pointer(context, builder, kinds[0], array, at)
+    hints = [I32(hint) for hint in (0, 2, 1)]  # read, second level, data
+    llvm_call(builder, "llvm.prefetch.p0", [pointer, *hints], ir.VoidType())
+
+
+@generated(f32x16, OWN, INDEX)
+def _load_halves(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
+    """Load 16 float16 from byte ``at`` of an array, as float32."""
+    return load_halves(context, builder, _byte_pointer(context, builder, kinds[0], array, at))
+
+
+@generated(types.intp, OWN, INDEX)
+def _load_place(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
+    """Load a uint16 from byte ``at`` of an array."""
+    pointer = _byte_pointer(context, builder, kinds[0], array, at)
+    place = builder.load(builder.bitcast(pointer, I16.as_pointer()))
+    place.align = 1
+    return builder.zext(place, context.get_value_type(types.intp))
+
+
+def _codes_of(width: int) -> Any:
+    """Return a function that loads 16 codes of 1, 2, 4 or 8 bits as float32."""
+
+    def load_codes(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
+        pointer = _byte_pointer(context, builder, kinds[0], array, at)
+        if width == 8:
+            codes = load_unaligned(builder, pointer, ir.VectorType(I8, LANES))
+            return builder.sitofp(builder.zext(codes, I32_VECTOR), F32_VECTOR)
+        if width == 4:
+            wide = ir.VectorType(I32, LANES // 2)
+            pairs = load_unaligned(builder, pointer, ir.VectorType(I8, LANES // 2))
+            pairs = builder.zext(pairs, wide)
+            low = builder.and_(pairs, ir.Constant(wide, [15] * (LANES // 2)))
+            high = builder.lshr(pairs, ir.Constant(wide, [4] * (LANES // 2)))
+            every = ir.Constant(I32_VECTOR, list(range(LANES)))
+            return builder.sitofp(builder.shuffle_vector(low, high, every), F32_VECTOR)
+        word = builder.load(builder.bitcast(pointer, (I16 if width == 1 else I32).as_pointer()))
+        word.align = 1
+        spread = broadcast(builder, builder.zext(word, I32) if width == 1 else word)
+        bytes_ = 2 * width  # of 16 codes: byte i has codes i, i + bytes_ and so on
+        shifts = [8 * (lane % bytes_) + width * (lane // bytes_) for lane in range(LANES)]
+        shifted = builder.lshr(spread, ir.Constant(I32_VECTOR, shifts))
+        mask = ir.Constant(I32_VECTOR, [(1 << width) - 1] * LANES)
+        return builder.sitofp(builder.and_(shifted, mask), F32_VECTOR)
+
+    return generated(f32x16, OWN, INDEX)(load_codes)
+
+
+_load_codes1, _load_codes2, _load_codes4, _load_codes8 = map(_codes_of, (1, 2, 4, 8))
+
+
+_PAIR_WORDS = ir.VectorType(I32, LANES // 2)
+
+
+def _word_constant(value: int) -> ir.Constant:
+    return ir.Constant(_PAIR_WORDS, [value] * (LANES // 2))
+
+
+def _widen_bits(builder: ir.IRBuilder, pointer: Any) -> Any:
+    """Load 128 codes of 1 bit as codes of 2 bits."""
+    bits = load_unaligned(builder, pointer, ir.VectorType(I16, LANES // 2))
+    bits = builder.zext(bits, _PAIR_WORDS)
+    low = builder.and_(bits, _word_constant(0x5555))
+    high = builder.and_(bits, _word_constant(0xAAAA))
+    return builder.or_(low, builder.shl(high, _word_constant(15)))
+
+
+def _widen_pairs(builder: ir.IRBuilder, pairs: Any) -> Any:
+    """Return 128 codes of 2 bits as codes of 4 bits."""
+    mask = _word_constant(0x33333333)
+    low = builder.and_(pairs, mask)
+    high = builder.and_(builder.lshr(pairs, _word_constant(2)), mask)
+    order = [place for i in range(LANES // 2) for place in (i, LANES // 2 + i)]
+    return builder.shuffle_vector(low, high, ir.Constant(I32_VECTOR, order))
+
+
+def _nibbles_of(bits: int) -> Any:
+    """Return a function that copies 128 codes of 1, 2 or 3 bits as codes of 4 bits, see below.
+
+    Its arguments: (array, byte of the codes, byte of their second plane, other array, byte there).
+    """
+
+    def copy_nibbles(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+        array, at, plane, other, to = arguments
+        pointer = _byte_pointer(context, builder, kinds[0], array, at)
+        if bits == 1:
+            codes = _widen_pairs(builder, _widen_bits(builder, pointer))
+        else:
+            codes = _widen_pairs(builder, load_unaligned(builder, pointer, _PAIR_WORDS))
+        if bits == 3:
+            pointer = _byte_pointer(context, builder, kinds[0], array, plane)
+            high = _widen_pairs(builder, _widen_bits(builder, pointer))
+            shift = ir.Constant(I32_VECTOR, [2] * LANES)
+            codes = builder.or_(codes, builder.shl(high, shift))
+        centre = 8 - (1 << (bits - 1))
+        codes = builder.add(codes, ir.Constant(I32_VECTOR, [centre * 0x11111111] * LANES))
+        target = _byte_pointer(context, builder, kinds[3], other, to)
+        store_unaligned(builder, codes, target)
+
+    return generated(types.void, OWN, INDEX, INDEX, OWN, INDEX)(copy_nibbles)
+
+
+_copy_nibbles1, _copy_nibbles2, _copy_nibbles3 = map(_nibbles_of, (1, 2, 3))
+
+
+def _viewed(source: Any, result: Any, itemsize: int) -> Any:
+    """Return the code of a view of an array as one of another type, of as many bytes."""
+
+    source_size = source.dtype.bitwidth // 8
+
+    def view(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(source)(context, builder, arguments[0])
+        found = context.make_array(result)(context, builder)
+        [length] = cgutils.unpack_tuple(builder, array.shape)
+        size, before = (ir.Constant(length.type, each) for each in (itemsize, source_size))
+        populate_array(
+            found,
+            data=builder.bitcast(array.data, found.data.type),
+            shape=[builder.sdiv(builder.mul(length, before), size)],
+            strides=[size],
+            itemsize=size,
+            meminfo=None,
+        )
+        return found._getvalue()
+
+    return view
+
+
+def _entries_in(typing_context: Any, scratch: Any, entries: Any) -> Any:
+    """Return scratch as what queries that were prepared for ``entries`` can be multiplied with.
+
+    Those for bfloat16 are rounded to pairs and need the like; all others take float32.
+    """
+    if entries.dtype != types.int16:
+        return scratch(scratch, entries), lambda _, __, ___, arguments: arguments[0]
+    return entries(scratch, entries), _viewed(scratch, entries, 2)
+
+
+def _bytes_in(typing_context: Any, array: Any) -> Any:
+    """Return an array as one of uint8, which is what entries of 4 bits are."""
+    result = types.Array(types.uint8, 1, "C")
+    return result(array), _viewed(array, result, 1)
+
+
+entries_in = intrinsic(_entries_in)
+bytes_in = intrinsic(_bytes_in)
+
+# ---- decoding --------------------------------------------------------------------------------
+
+
+class BlockBytes(NamedTuple):
+    """Where the bytes of a block are.
+
+    Attributes:
+        cache: holds them.
+        cells: int32, the block's, and what comes after them.
+        filled: how many cells it fills.
+        half_bytes: of a cell's K, and of its V.
+    """
+
+    cache: KVCache
+    cells: Int32Array
+    filled: int
+    half_bytes: int
+
+
+@kernel
+def _find_run(source: BlockBytes, at: int, count: int) -> tuple[bool, int, int]:
+    """Find a byte of a block, and what lies beside it.
+
+    Returns:
+        Whether it lies among values of the cache; at which byte of these, or of the keys; and how
+        many of the block's ``count`` bytes from there on follow one another.
+    """
+    half, limit = source.half_bytes, source.filled * source.half_bytes
+    in_values = at >= limit
+    inside = at - limit if in_values else at
+    cell, offset = inside // half, inside % half
+    number, size = int(source.cells[cell]), half - offset
+    place = number * half + offset
+    while size < count and cell + 1 < source.filled and source.cells[cell + 1] == number + 1:
+        cell, number, size = cell + 1, number + 1, size + half
+    if size > count:
+        size = count
+    return in_values, place, size
+
+
+@inlined_kernel
+def _copy_run(array: KVArray, at: int, count: int, out: Float32Array, to: int) -> None:
+    """Copy bytes that lie side by side: most runs are whole lines, and need no function."""
+    while count >= LINE:
+        _copy_line(array, at, out, to)
+        at, to, count = at + LINE, to + LINE, count - LINE
+    if count > 0:
+        _copy_bytes(array, at, out, to, count)
+
+
+@kernel
+def _copy(source: BlockBytes, at: int, count: int, raw: Float32Array, to: int) -> None:
+    """Copy ``count`` bytes of a block, from byte ``at`` on, to byte ``to`` of ``raw``."""
+    while count > 0:
+        in_values, place, size = _find_run(source, at, count)
+        if in_values:
+            _copy_run(source.cache.values, place, size, raw, to)
+        else:
+            _copy_run(source.cache.keys, place, size, raw, to)
+        at, to, count = at + size, to + size, count - size
+
+
+@kernel
+def _prefetch(source: BlockBytes, at: int, count: int) -> None:
+    """Prefetch ``count`` bytes of a block, from byte ``at`` on."""
+    while count > 0:
+        in_values, place, size = _find_run(source, at, count)
+        for line in range(place, place + size, LINE):
+            if in_values:
+                _prefetch_line(source.cache.values, line)
+            else:
+                _prefetch_line(source.cache.keys, line)
+        at, count = at + size, count - size
+
+
+@kernel
+def _copy_halves(
+    source: BlockBytes, at: int, count: int, raw: Float32Array, out: Float32Array, to: int
+) -> None:
+    """Write ``count`` float16 of a block, from byte ``at`` on, to out[to:] in whole vectors."""
+    _copy(source, at, count * _HALF, raw, 0)
+    for i in range(0, count, LANES):
+        store(out, to + i, _load_halves(raw, i * _HALF))
+
+
+@kernel
+def _fill(out: Float32Array, first: int, end: int, value: float) -> None:
+    for i in range(first, end, LANES):
+        store(out, i, splat(np.float32(value)))
+
+
+@kernel
+def _load_terms(
+    source: BlockBytes, fields: Int32Array, tokens: int,
+    first: int, count: int, dim: int, memory: QuantizedScratch,
+) -> int:  # fmt: skip
+    """Load the terms of a stream's channels and of ``count`` of its tokens, from ``first`` on.
+
+    Returns:
+        The byte of the block at which the stream's codes start.
+    """
+    at = int(fields[BYTES_AT])
+    raw, channels, rank, groups = memory.raw, fields[CHANNELS], fields[RANK], fields[GROUPS]
+    _fill(memory.channels, 0, dim, 1.0)
+    _fill(memory.channels, dim, 2 * dim, 0.0)
+    if channels & CHANNEL_SCALE:
+        _copy_halves(source, at, dim, raw, memory.channels, 0)
+        at += dim * _HALF
+    if channels & CHANNEL_ZERO:
+        _copy_halves(source, at, dim, raw, memory.channels, dim)
+        at += dim * _HALF
+    if rank > 0:
+        _copy_halves(source, at, rank * dim, raw, memory.basis, 0)
+        at += rank * dim * _HALF
+    if groups > 0:
+        width = 2 * groups
+        start = at + first * width * _HALF
+        _copy_halves(source, start, count * width, raw, memory.tokens, 0)
+        at += tokens * width * _HALF
+    if rank > 0:
+        start = at + first * rank * _HALF
+        _copy_halves(source, start, count * rank, raw, memory.coefficients, 0)
+        at += tokens * rank * _HALF
+    return at
+
+
+@inlined_kernel
+def _codes_at(fields: Int32Array, tokens: int, dim: int) -> int:
+    """Return the byte of a block at which a stream's codes start."""
+    vectors = (fields[CHANNELS] & CHANNEL_SCALE) + (fields[CHANNELS] & CHANNEL_ZERO) // 2
+    terms = (vectors + fields[RANK]) * dim + (2 * fields[GROUPS] + fields[RANK]) * tokens
+    return int(fields[BYTES_AT] + terms * _HALF)
+
+
+@kernel
+def prefetch_codes(
+    source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int,
+    dim: int,
+) -> None:  # fmt: skip
+    """Prefetch the codes of ``count`` tokens of a stream; arguments as of ``load_codes``."""
+    width = 2 if fields[BITS] == 3 else int(fields[BITS])
+    start = _codes_at(fields, tokens, dim) + first * dim * width // 8
+    _prefetch(source, start, count * dim * width // 8)
+
+
+@inlined_kernel
+def _load_codes3(raw: Float32Array, number: int, plane: int) -> Any:
+    high = _load_codes1(raw, plane + number // 8)
+    return fma(high, splat(np.float32(4.0)), _load_codes2(raw, number // 4))
+
+
+def _in_one_plane(width: int) -> Any:
+    """Return a function like ``_load_codes3`` for codes of a width that divides a byte."""
+    per_byte = 8 // width
+    load_codes = {1: _load_codes1, 2: _load_codes2, 4: _load_codes4, 8: _load_codes8}[width]
+
+    @inlined_kernel
+    def load_numbered(raw: Float32Array, number: int, plane: int) -> Any:
+        return load_codes(raw, number // per_byte)
+
+    return load_numbered
+
+
+def _decoder(width: int) -> Any:
+    """Return a kernel that decodes codes of some bits."""
+    codes = _load_codes3 if width == 3 else _in_one_plane(width)
+
+    @kernel
+    def decode(
+        groups: int, rank: int, count: int, dim: int, plane: int, memory: QuantizedScratch,
+        out: KVArray,
+    ) -> None:  # fmt: skip
+        raw, parts = memory.raw, max(groups, 1)
+        vectors = dim // parts // LANES
+        one, nothing = splat(np.float32(1.0)), splat(np.float32(0.0))
+        number = 0
+        for token in range(count):
+            d = 0
+            for group in range(parts):
+                term = 2 * (token * parts + group)
+                scale = splat(memory.tokens[term]) if groups > 0 else one
+                zero = splat(memory.tokens[term + 1]) if groups > 0 else nothing
+                for _ in range(vectors):
+                    x = fma(codes(raw, number, plane), scale, zero)
+                    x = fma(x, load(memory.channels, d), load(memory.channels, dim + d))
+                    for j in range(rank):
+                        share = splat(memory.coefficients[token * rank + j])
+                        x = fma(share, load(memory.basis, j * dim + d), x)
+                    store_entry(out, number, x)
+                    number += LANES
+                    d += LANES
+
+    return decode
+
+
+_decode_codes = kernel_by_number({width: _decoder(width) for width in (4, 2, 3, 8, 1)})
+"""Write ``count`` vectors, whose codes and terms are in ``memory``, to the first entries.
+
+Arguments: (bits, groups, rank, count, dim, plane, memory, out), where ``plane`` is the byte of the
+codes' second plane.
+"""
+
+
+@kernel
+def _place_outliers(
+    source: BlockBytes, at: int, outliers: int, first: int,
+    count: int, dim: int, memory: QuantizedScratch, out: KVArray,
+) -> None:  # fmt: skip
+    """Put outliers in their places, those of ``count`` tokens from ``first`` on.
+
+    Args:
+        at: byte of the block at which their places start.
+        outliers: how many the block has.
+        source, first, count, dim, memory, out: see ``decode_stream``.
+    """
+    low, high = 0, outliers
+    while low < high:  # the first one that is of these tokens
+        middle = (low + high) // 2
+        _copy(source, at + middle * _HALF, _HALF, memory.raw, 0)
+        if _load_place(memory.raw, 0) < first * dim:
+            low = middle + 1
+        else:
+            high = middle
+    values_at = at + outliers * _HALF
+    for start in range(low, outliers, _OUTLIERS_AT_ONCE):
+        taken = min(_OUTLIERS_AT_ONCE, outliers - start)
+        # Values come after the places in the scratch, which are half as wide.
+        _copy_halves(
+            source, values_at + start * _HALF, taken, memory.raw, memory.raw,
+            _OUTLIERS_AT_ONCE,
+        )  # fmt: skip
+        _copy(source, at + start * _HALF, taken * _HALF, memory.raw, 0)
+        for number in range(taken):
+            place = _load_place(memory.raw, number * _HALF) - first * dim
+            if place >= count * dim:
+                return
+            value = memory.raw[_OUTLIERS_AT_ONCE + number]
+            replace_number(out, place, value, memory.raw)
+
+
+@inlined_kernel
+def _replace_float(out: KVArray, at: int, value: float, scratch: Float32Array) -> None:
+    out[at] = value
+
+
+@inlined_kernel
+def _replace_in_vector(out: KVArray, at: int, value: float, scratch: Float32Array) -> None:
+    lane, room = at % LANES, 3 * _OUTLIERS_AT_ONCE
+    store(scratch, room, load_entry(out, at - lane))
+    scratch[room + lane] = value
+    store_entry(out, at - lane, load(scratch, room))
+
+
+@kernel_by_type
+def replace_number(out: Any, *_: Any) -> Any:
+    """Set a number of entries. Arguments: (out, at, value float32, scratch float32).
+
+    One of a format that can't be rounded to alone is written anew with the vector that it is in.
+    """
+    return _replace_float if out.dtype == types.float32 else _replace_in_vector
+
+
+@kernel
+def load_codes(
+    source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int,
+    dim: int, memory: QuantizedScratch, out: Float32Array,
+) -> int:  # fmt: skip
+    """Copy the codes of ``count`` tokens of a stream, from ``first`` on, and their terms.
+
+    Args:
+        source: the block.
+        fields: int32, of the stream.
+        tokens: of the block.
+        first, count: see above; at most PIECE, or 256 where codes have 4 bits or fewer and there
+            is no rank.
+        dim: elements of a vector.
+        memory: of this thread.
+        out: where the codes go, ``raw`` or ``entries`` of ``memory``.
+
+    Returns:
+        The byte of the block at which the codes end; codes of 3 bits have their second plane at
+        byte count * dim / 4 of ``out``.
+    """
+    at = _load_terms(source, fields, tokens, first, count, dim, memory)
+    bits = int(fields[BITS])
+    width = 2 if bits == 3 else bits
+    size, start = count * dim * width // 8, at + first * dim * width // 8
+    _copy(source, start, size, out, 0)
+    at += tokens * dim * width // 8
+    if bits == 3:
+        start = at + first * dim // 8
+        _copy(source, start, count * dim // 8, out, size)
+        at += tokens * dim // 8
+    return at
+
+
+@kernel
+def decode_stream(
+    source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int,
+    dim: int, memory: QuantizedScratch, out: KVArray,
+) -> None:  # fmt: skip
+    """Write the vectors of ``count`` tokens of a stream, from ``first`` on, to the first entries.
+
+    Args:
+        source, fields, tokens, first, count, dim, memory: see ``load_codes``.
+        out: entries.
+    """
+    at = load_codes(source, fields, tokens, first, count, dim, memory, memory.raw)
+    plane = count * dim // 4
+    _decode_codes(
+        int(fields[BITS]), fields[GROUPS], fields[RANK], count, dim, plane, memory, out
+    )  # fmt: skip
+    if fields[OUTLIERS] > 0:
+        _place_outliers(
+            source, at, int(fields[OUTLIERS]), first, count, dim, memory, out
+        )  # fmt: skip
+
+
+class Nibbles(NamedTuple):
+    """Codes of 4 bits, as a KV cache of 4 bits has them.
+
+    Attributes:
+        entries: uint8.
+        base: at which number of ``entries``, two per byte, those of the first token are.
+    """
+
+    entries: KVArray
+    base: int
+
+
+@kernel
+def find_nibbles(
+    source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int, dim: int
+) -> tuple[bool, Nibbles]:
+    """Find codes of 4 bits that lie side by side; arguments as of ``load_codes``.
+
+    Returns:
+        Whether they have 4 bits and do, and where.
+    """
+    start, size = _codes_at(fields, tokens, dim) + first * dim // 2, count * dim // 2
+    in_values, place, found = _find_run(source, start, size)
+    is_found = fields[BITS] == 4 and found == size
+    if in_values:
+        return is_found, Nibbles(bytes_in(source.cache.values), 2 * place)
+    return is_found, Nibbles(bytes_in(source.cache.keys), 2 * place)
+
+
+@kernel
+def load_nibbles(
+    source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int, dim: int,
+    memory: QuantizedScratch,
+) -> Nibbles:  # fmt: skip
+    """Return codes of up to 4 bits as codes of 4, and load their terms.
+
+    Those of 4 bits are left where they are, if they follow one another there; all others are
+    copied to ``memory.entries``. The middle of what b bits hold, 2^(b - 1), becomes 8, which stands
+    for 0 in a KV cache of 4 bits. So products are of small numbers, and what rounds the other
+    factor is as small.
+
+    Arguments as of ``load_codes``.
+    """
+    bits, numbers, copied = int(fields[BITS]), count * dim, bytes_in(memory.entries)
+    if bits == 4:
+        at = _load_terms(source, fields, tokens, first, count, dim, memory)
+        is_found, found = find_nibbles(source, fields, tokens, first, count, dim)
+        if is_found:
+            return found
+        _copy(source, at + first * dim // 2, numbers // 2, memory.entries, 0)
+        return Nibbles(copied, 0)
+    load_codes(source, fields, tokens, first, count, dim, memory, memory.raw)
+    # The last of 128 codes may lie behind the last vector, and in memory that isn't used.
+    for i in range(0, numbers, _WIDENED):
+        if bits == 1:
+            _copy_nibbles1(memory.raw, i // 8, 0, memory.entries, i // 2)
+        elif bits == 2:
+            _copy_nibbles2(memory.raw, i // 4, 0, memory.entries, i // 2)
+        else:
+            plane = numbers // 4 + i // 8
+            _copy_nibbles3(memory.raw, i // 4, plane, memory.entries, i // 2)
+    return Nibbles(copied, 0)

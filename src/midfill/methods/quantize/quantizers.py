@@ -1,0 +1,107 @@
+"""Round-to-nearest quantisers that methods are made of, and what all of them need of a model."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from midfill.arrays import Float32Array
+from midfill.errors import InvalidRequestError
+from midfill.kv.quantized import Float16Array, QuantizedVectors, UInt8Array
+from midfill.methods.evict.streaming_heads import refuse_windows
+from midfill.methods.served_model import ServedModel
+
+_TINY = np.float32(2.0**-24)
+"""The smallest float16: the scale of what doesn't vary."""
+_LARGEST = np.float32(65504.0)
+
+
+def refuse_unsuitable(name: str, model: ServedModel) -> None:
+    """Refuse a model whose keys can't be kept as quantised blocks.
+
+    Args:
+        name: of the method, for the message.
+        model: the model.
+
+    Raises:
+        InvalidRequestError: some layers have a sliding window, or its KV cache is quantised itself.
+    """
+    refuse_windows(name, model.config)
+    if model.kv_cache_dtype in ("i8", "i4"):
+        raise InvalidRequestError(
+            f"{name} quantises keys itself and needs a KV cache of f16, bf16 or f32, not"
+            f" {model.kv_cache_dtype} (--kv-cache-dtype)",
+            param="method",
+        )
+
+
+def quantize_channels(vectors: Float32Array, bits: int) -> QuantizedVectors:
+    """Quantise each channel over all vectors, from its smallest to its largest number.
+
+    Args:
+        vectors: float32 [n, head_dim], n > 0.
+        bits: per number.
+    """
+    low, scale = _range(vectors, 0, bits)
+    codes = _codes(vectors, low, scale, bits)
+    return QuantizedVectors(codes, bits, channel_scale=scale[0], channel_zero=low[0])
+
+
+def quantize_tokens(vectors: Float32Array, bits: int, groups: int = 1) -> QuantizedVectors:
+    """Quantise each vector, in groups of channels, from its smallest to its largest number.
+
+    Args:
+        vectors: float32 [n, head_dim].
+        bits: per number.
+        groups: of as many channels each; head_dim / groups is a multiple of 16.
+    """
+    count, dim = vectors.shape
+    grouped = vectors.reshape(count, groups, dim // groups)
+    low, scale = _range(grouped, 2, bits)
+    codes = _codes(grouped, low, scale, bits).reshape(count, dim)
+    return QuantizedVectors(codes, bits, token_terms=np.concatenate((scale, low), axis=2))
+
+
+def channel_magnitudes(vectors: Float32Array) -> Float16Array:
+    """Return the root of each channel's largest absolute number, 1 where all are 0: [head_dim].
+
+    Args:
+        vectors: float32 [n, head_dim], n > 0.
+    """
+    roots = np.sqrt(np.abs(vectors).max(axis=0)).astype(np.float16)
+    return np.where(roots > 0, roots, np.float16(1))
+
+
+def quantize_separable(
+    vectors: Float32Array, bits: int, magnitudes: Float16Array
+) -> QuantizedVectors:
+    """Quantise each vector once its channels are divided by their magnitudes.
+
+    ZipCache's channel-separable token-wise quantiser: a channel whose numbers are large doesn't
+    stretch the steps of all others.
+
+    Args:
+        vectors: float32 [n, head_dim].
+        bits: per number.
+        magnitudes: float16 [head_dim], above 0; see ``channel_magnitudes``.
+    """
+    divided = np.divide(vectors, magnitudes, dtype=np.float32)
+    return replace(quantize_tokens(divided, bits), channel_scale=magnitudes)
+
+
+def _range(numbers: Float32Array, axis: int, bits: int) -> tuple[Float16Array, Float16Array]:
+    """Return the smallest number and the step between codes along an axis, which is kept."""
+    low, high = (
+        np.clip(extreme, -_LARGEST, _LARGEST)
+        for extreme in (numbers.min(axis, keepdims=True), numbers.max(axis, keepdims=True))
+    )
+    rounded = low.astype(np.float16)
+    # From the rounded zero on, so that the largest number keeps a code of its own.
+    span = high - rounded.astype(np.float32)
+    scale = np.clip(span / np.float32(2**bits - 1), _TINY, _LARGEST)
+    return rounded, scale.astype(np.float16)
+
+
+def _codes(numbers: Float32Array, low: Float16Array, scale: Float16Array, bits: int) -> UInt8Array:
+    """Return the codes of numbers, given the ranges that they lie in."""
+    steps = (numbers - low.astype(np.float32)) / scale.astype(np.float32)
+    return np.clip(np.rint(steps), 0, 2**bits - 1).astype(np.uint8)
