@@ -63,6 +63,12 @@ def test_packed_codes_take_their_bits_alone(width: int) -> None:
     assert np.array_equal(unpack_codes(packed, width), codes.reshape(-1))
 
 
+def test_codes_of_eight_bits_are_packed_whatever_their_number() -> None:
+    codes = np.arange(24, dtype=np.uint8)
+    assert np.array_equal(pack_codes(codes, 8), codes)
+    assert np.array_equal(unpack_codes(codes, 8), codes)
+
+
 def test_the_bytes_of_a_block_are_those_of_its_formula() -> None:
     tokens, dim, rank = 50, 64, 2
     for bits in BITS_PER_CODE:

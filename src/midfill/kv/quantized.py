@@ -179,7 +179,7 @@ def pack_codes(codes: UInt8Array, width: int) -> UInt8Array:
     shift and a mask.
 
     Args:
-        codes: uint8 [..., n]; ``codes.size`` is a multiple of 16.
+        codes: uint8 [..., n]; ``codes.size`` is a multiple of 16 (or any, of 8 bits).
         width: bits of each: 1, 2, 4 or 8.
 
     Returns:
@@ -205,6 +205,8 @@ def unpack_codes(packed: UInt8Array, width: int) -> UInt8Array:
 
 def _in_bytes(codes: UInt8Array, width: int) -> UInt8Array:
     """Return a view of codes [n]: those that are first in their byte, second, and so on."""
+    if width == 8:
+        return codes.reshape(1, -1)
     view: UInt8Array = codes.reshape(-1, 8 // width, 2 * width).transpose(1, 0, 2)
     return view
 
