@@ -1,8 +1,10 @@
 """Quantised blocks (``kv.quantized``), decoded a few keys at a time to what kernels can read.
 
-What a block holds is copied from its cells piece by piece, since these may lie anywhere; its codes
-become numbers. From there on quantised keys are like any others. Only as many are decoded at a time
-as fit the first-level cache.
+What a block holds is copied from its cells piece by piece, since these may lie anywhere. Then its
+codes become numbers, and from there on quantised keys are like any others; or, where they have up
+to 4 bits and few terms, codes of 4 bits, which are multiplied as they are (quantized_products.py)
+and left where they lie if they follow one another there. Only as many are read at a time as fit the
+first-level cache.
 """
 
 from typing import Any, NamedTuple
