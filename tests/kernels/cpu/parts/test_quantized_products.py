@@ -10,8 +10,8 @@ from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
+from midfill.kernels.cpu.parts.block_bytes import BlockBytes
 from midfill.kernels.cpu.parts.quantized import (
-    BlockBytes,
     cut_quantized,
     load_nibbles,
     quantized_scratch_size,

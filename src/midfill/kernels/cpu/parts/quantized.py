@@ -1,6 +1,6 @@
 """Quantised blocks (``kv.quantized``), decoded a few keys at a time to what kernels can read.
 
-What a block holds is copied from its cells piece by piece, since these may lie anywhere. Then its
+What a block holds is copied from its cells piece by piece (block_bytes.py). Then its
 codes become numbers, and from there on quantised keys are like any others; or, where they have up
 to 4 bits and few terms, codes of 4 bits, which are multiplied as they are (quantized_products.py)
 and left where they lie if they follow one another there. Only as many are read at a time as fit the
@@ -19,8 +19,15 @@ from numba.np.arrayobj import populate_array
 from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number, kernel_by_type
-from midfill.kernels.cpu.kv_cache import KVArray, KVCache, load_entry, store_entry
-from midfill.kernels.cpu.memory import LINE, Float32Array, Int32Array
+from midfill.kernels.cpu.kv_cache import KVArray, load_entry, store_entry
+from midfill.kernels.cpu.memory import Float32Array, Int32Array
+from midfill.kernels.cpu.parts.block_bytes import (
+    BlockBytes,
+    byte_pointer,
+    copy_bytes,
+    find_run,
+    prefetch_bytes,
+)
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
@@ -32,7 +39,6 @@ from midfill.kernels.cpu.simd import (
     broadcast,
     f32x16,
     fma,
-    llvm_call,
     load,
     load_unaligned,
     splat,
@@ -122,54 +128,16 @@ def cut_quantized(memory: Float32Array, head_dim: int) -> QuantizedScratch:
 # ---- generated code --------------------------------------------------------------------------
 
 
-def _byte_pointer(context: Any, builder: ir.IRBuilder, kind: Any, array: Any, at: Any) -> Any:
-    """Return a pointer to byte ``at`` of an array of any type."""
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.gep(builder.bitcast(data, I8.as_pointer()), [at])
-
-
-@generated(types.void, OWN, INDEX, OWN, INDEX, INDEX)
-def _copy_bytes(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
-    """Copy ``count`` bytes from byte ``at`` of an array to byte ``to`` of another.
-
-    Arguments: (array, at, other, to, count).
-    """
-    array, at, other, to, count = arguments
-    source = _byte_pointer(context, builder, kinds[0], array, at)
-    target = _byte_pointer(context, builder, kinds[2], other, to)
-    cgutils.raw_memcpy(builder, target, source, count, 1)
-
-
-@generated(types.void, OWN, INDEX, OWN, INDEX)
-def _copy_line(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
-    """Copy 64 bytes from byte ``at`` of an array to byte ``to`` of another.
-
-    Arguments: (array, at, other, to).
-    """
-    array, at, other, to = arguments
-    source = _byte_pointer(context, builder, kinds[0], array, at)
-    line = load_unaligned(builder, source, I32_VECTOR)
-    store_unaligned(builder, line, _byte_pointer(context, builder, kinds[2], other, to))
-
-
-@generated(types.void, OWN, INDEX)
-def _prefetch_line(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> None:
-    """Prefetch the line of byte ``at`` of an array into the second-level cache."""
-    pointer = _byte_pointer(context, builder, kinds[0], array, at)
-    hints = [I32(hint) for hint in (0, 2, 1)]  # read, second level, data
-    llvm_call(builder, "llvm.prefetch.p0", [pointer, *hints], ir.VoidType())
-
-
 @generated(f32x16, OWN, INDEX)
 def _load_halves(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
     """Load 16 float16 from byte ``at`` of an array, as float32."""
-    return load_halves(context, builder, _byte_pointer(context, builder, kinds[0], array, at))
+    return load_halves(context, builder, byte_pointer(context, builder, kinds[0], array, at))
 
 
 @generated(types.intp, OWN, INDEX)
 def _load_place(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
     """Load a uint16 from byte ``at`` of an array."""
-    pointer = _byte_pointer(context, builder, kinds[0], array, at)
+    pointer = byte_pointer(context, builder, kinds[0], array, at)
     place = builder.load(builder.bitcast(pointer, I16.as_pointer()))
     place.align = 1
     return builder.zext(place, context.get_value_type(types.intp))
@@ -179,7 +147,7 @@ def _codes_of(width: int) -> Any:
     """Return a function that loads 16 codes of 1, 2, 4 or 8 bits as float32."""
 
     def load_codes(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
-        pointer = _byte_pointer(context, builder, kinds[0], array, at)
+        pointer = byte_pointer(context, builder, kinds[0], array, at)
         if width == 8:
             codes = load_unaligned(builder, pointer, ir.VectorType(I8, LANES))
             return builder.sitofp(builder.zext(codes, I32_VECTOR), F32_VECTOR)
@@ -239,19 +207,19 @@ def _nibbles_of(bits: int) -> Any:
 
     def copy_nibbles(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         array, at, plane, other, to = arguments
-        pointer = _byte_pointer(context, builder, kinds[0], array, at)
+        pointer = byte_pointer(context, builder, kinds[0], array, at)
         if bits == 1:
             codes = _widen_pairs(builder, _widen_bits(builder, pointer))
         else:
             codes = _widen_pairs(builder, load_unaligned(builder, pointer, _PAIR_WORDS))
         if bits == 3:
-            pointer = _byte_pointer(context, builder, kinds[0], array, plane)
+            pointer = byte_pointer(context, builder, kinds[0], array, plane)
             high = _widen_pairs(builder, _widen_bits(builder, pointer))
             shift = ir.Constant(I32_VECTOR, [2] * LANES)
             codes = builder.or_(codes, builder.shl(high, shift))
         centre = 8 - (1 << (bits - 1))
         codes = builder.add(codes, ir.Constant(I32_VECTOR, [centre * 0x11111111] * LANES))
-        target = _byte_pointer(context, builder, kinds[3], other, to)
+        target = byte_pointer(context, builder, kinds[3], other, to)
         store_unaligned(builder, codes, target)
 
     return generated(types.void, OWN, INDEX, INDEX, OWN, INDEX)(copy_nibbles)
@@ -305,84 +273,12 @@ bytes_in = intrinsic(_bytes_in)
 # ---- decoding --------------------------------------------------------------------------------
 
 
-class BlockBytes(NamedTuple):
-    """Where the bytes of a block are.
-
-    Attributes:
-        cache: holds them.
-        cells: int32, the block's, and what comes after them.
-        filled: how many cells it fills.
-        half_bytes: of a cell's K, and of its V.
-    """
-
-    cache: KVCache
-    cells: Int32Array
-    filled: int
-    half_bytes: int
-
-
-@kernel
-def _find_run(source: BlockBytes, at: int, count: int) -> tuple[bool, int, int]:
-    """Find a byte of a block, and what lies beside it.
-
-    Returns:
-        Whether it lies among values of the cache; at which byte of these, or of the keys; and how
-        many of the block's ``count`` bytes from there on follow one another.
-    """
-    half, limit = source.half_bytes, source.filled * source.half_bytes
-    in_values = at >= limit
-    inside = at - limit if in_values else at
-    cell, offset = inside // half, inside % half
-    number, size = int(source.cells[cell]), half - offset
-    place = number * half + offset
-    while size < count and cell + 1 < source.filled and source.cells[cell + 1] == number + 1:
-        cell, number, size = cell + 1, number + 1, size + half
-    if size > count:
-        size = count
-    return in_values, place, size
-
-
-@inlined_kernel
-def _copy_run(array: KVArray, at: int, count: int, out: Float32Array, to: int) -> None:
-    """Copy bytes that lie side by side: most runs are whole lines, and need no function."""
-    while count >= LINE:
-        _copy_line(array, at, out, to)
-        at, to, count = at + LINE, to + LINE, count - LINE
-    if count > 0:
-        _copy_bytes(array, at, out, to, count)
-
-
-@kernel
-def _copy(source: BlockBytes, at: int, count: int, raw: Float32Array, to: int) -> None:
-    """Copy ``count`` bytes of a block, from byte ``at`` on, to byte ``to`` of ``raw``."""
-    while count > 0:
-        in_values, place, size = _find_run(source, at, count)
-        if in_values:
-            _copy_run(source.cache.values, place, size, raw, to)
-        else:
-            _copy_run(source.cache.keys, place, size, raw, to)
-        at, to, count = at + size, to + size, count - size
-
-
-@kernel
-def _prefetch(source: BlockBytes, at: int, count: int) -> None:
-    """Prefetch ``count`` bytes of a block, from byte ``at`` on."""
-    while count > 0:
-        in_values, place, size = _find_run(source, at, count)
-        for line in range(place, place + size, LINE):
-            if in_values:
-                _prefetch_line(source.cache.values, line)
-            else:
-                _prefetch_line(source.cache.keys, line)
-        at, count = at + size, count - size
-
-
 @kernel
 def _copy_halves(
     source: BlockBytes, at: int, count: int, raw: Float32Array, out: Float32Array, to: int
 ) -> None:
     """Write ``count`` float16 of a block, from byte ``at`` on, to out[to:] in whole vectors."""
-    _copy(source, at, count * _HALF, raw, 0)
+    copy_bytes(source, at, count * _HALF, raw, 0)
     for i in range(0, count, LANES):
         store(out, to + i, _load_halves(raw, i * _HALF))
 
@@ -444,7 +340,7 @@ def prefetch_codes(
     """Prefetch the codes of ``count`` tokens of a stream; arguments as of ``load_codes``."""
     width = 2 if fields[BITS] == 3 else int(fields[BITS])
     start = _codes_at(fields, tokens, dim) + first * dim * width // 8
-    _prefetch(source, start, count * dim * width // 8)
+    prefetch_bytes(source, start, count * dim * width // 8)
 
 
 @inlined_kernel
@@ -520,7 +416,7 @@ def _place_outliers(
     low, high = 0, outliers
     while low < high:  # the first one that is of these tokens
         middle = (low + high) // 2
-        _copy(source, at + middle * _HALF, _HALF, memory.raw, 0)
+        copy_bytes(source, at + middle * _HALF, _HALF, memory.raw, 0)
         if _load_place(memory.raw, 0) < first * dim:
             low = middle + 1
         else:
@@ -533,7 +429,7 @@ def _place_outliers(
             source, values_at + start * _HALF, taken, memory.raw, memory.raw,
             _OUTLIERS_AT_ONCE,
         )  # fmt: skip
-        _copy(source, at + start * _HALF, taken * _HALF, memory.raw, 0)
+        copy_bytes(source, at + start * _HALF, taken * _HALF, memory.raw, 0)
         for number in range(taken):
             place = _load_place(memory.raw, number * _HALF) - first * dim
             if place >= count * dim:
@@ -589,11 +485,11 @@ def load_codes(
     bits = int(fields[BITS])
     width = 2 if bits == 3 else bits
     size, start = count * dim * width // 8, at + first * dim * width // 8
-    _copy(source, start, size, out, 0)
+    copy_bytes(source, start, size, out, 0)
     at += tokens * dim * width // 8
     if bits == 3:
         start = at + first * dim // 8
-        _copy(source, start, count * dim // 8, out, size)
+        copy_bytes(source, start, count * dim // 8, out, size)
         at += tokens * dim // 8
     return at
 
@@ -642,7 +538,7 @@ def find_nibbles(
         Whether they have 4 bits and do, and where.
     """
     start, size = _codes_at(fields, tokens, dim) + first * dim // 2, count * dim // 2
-    in_values, place, found = _find_run(source, start, size)
+    in_values, place, found = find_run(source, start, size)
     is_found = fields[BITS] == 4 and found == size
     if in_values:
         return is_found, Nibbles(bytes_in(source.cache.values), 2 * place)
@@ -669,7 +565,7 @@ def load_nibbles(
         is_found, found = find_nibbles(source, fields, tokens, first, count, dim)
         if is_found:
             return found
-        _copy(source, at + first * dim // 2, numbers // 2, memory.entries, 0)
+        copy_bytes(source, at + first * dim // 2, numbers // 2, memory.entries, 0)
         return Nibbles(copied, 0)
     load_codes(source, fields, tokens, first, count, dim, memory, memory.raw)
     # The last of 128 codes may lie behind the last vector, and in memory that isn't used.

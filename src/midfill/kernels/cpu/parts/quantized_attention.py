@@ -15,10 +15,10 @@ from midfill.kernels.cpu.jit import entry_point, inlined_kernel, kernel, kernel_
 from midfill.kernels.cpu.kv_cache import KVArray, LayerKV
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Int32Array
+from midfill.kernels.cpu.parts.block_bytes import BlockBytes
 from midfill.kernels.cpu.parts.keys import PartKeys, PartScratch
 from midfill.kernels.cpu.parts.quantized import (
     PIECE,
-    BlockBytes,
     QuantizedScratch,
     cut_quantized,
     decode_stream,
