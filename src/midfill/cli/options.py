@@ -13,6 +13,13 @@ _MODEL_HELP = (
     " 'midfill models' lists; downloaded if needed."
 )
 
+ModelArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help=f"{_MODEL_HELP} Of several, requests choose one by its name.",
+    ),
+]
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP)]
 BackendOption = Annotated[Backend, option_of(ModelOptions, "backend")]

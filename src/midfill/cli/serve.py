@@ -1,5 +1,6 @@
 """``midfill serve``: the server, with a banner that says what is served and how to try it."""
 
+import dataclasses
 import json
 import logging
 from contextlib import ExitStack, suppress
@@ -9,7 +10,7 @@ import typer
 from msgspec import structs
 
 from midfill.cli.option_groups import FlagsOf, with_option_groups
-from midfill.cli.options import ModelArgument
+from midfill.cli.options import ModelArguments
 from midfill.cli.usage import GroupedHelp, root_app
 from midfill.serving.options import ServeOptions
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from midfill.config import ModelOptions
     from midfill.engine.messages import EngineInfo
     from midfill.engine.process.supervision import EngineProcess
+    from midfill.serving.server.models.host import ModelHost
     from midfill.serving.server.service import ModelService
 
 _log = logging.getLogger(__name__)
@@ -24,17 +26,22 @@ _log = logging.getLogger(__name__)
 
 @with_option_groups
 def serve(
-    *, model: ModelArgument = None, served: Annotated[dict[str, Any], FlagsOf(ServeOptions)]
+    *, models: ModelArguments = None, served: Annotated[dict[str, Any], FlagsOf(ServeOptions)]
 ) -> None:
-    """Serve a model with OpenAI's API; without MODEL, a small one, downloaded on first use."""
+    """Serve models with OpenAI's API; without MODEL, a small one, downloaded on first use."""
     from midfill.engine.process.supervision import EngineProcess
     from midfill.system.process import ended_by_sigterm
 
+    models = models or []
+    served["several"] = dataclasses.replace(served["several"], others=tuple(models[1:]))
     with ended_by_sigterm(), ExitStack() as started:
+        if len(models) > 1:
+            _run_several(models[0], served)
+            return
         # First of all: the two processes load their libraries at the same time.
         process = EngineProcess.spawn()
         started.callback(process.discard)
-        _run(model, served, process)
+        _run(models[0] if models else None, served, process)
 
 
 app = root_app("The command line without other commands, whose files a start need not load.")
@@ -77,6 +84,26 @@ def _run(model: str | None, served: dict[str, Any], process: "EngineProcess") ->
                 start_in_background(_show_code_models, "models for code")
 
         run_server(options, path, progress, ready, process)
+
+
+def _run_several(first: str, served: dict[str, Any]) -> None:
+    """Run a server of several models."""
+    from midfill.cli.progress import show_progress
+    from midfill.models.checkpoints.model_store import resolve
+    from midfill.serving.server.models.opening import run_models
+    from midfill.system.logs import configure_logs
+
+    configure_logs(served["logs"])
+    options = ServeOptions(model=first, **served)
+    with ExitStack() as shown:
+        progress = shown.enter_context(show_progress(_log.info))
+        paths = {model: resolve(model, progress) for model in (first, *options.several.others)}
+
+        def ready(url: str, host: "ModelHost") -> None:
+            shown.close()
+            typer.echo(banner_of_several(url, host, options.key_header))
+
+        run_models(options, paths, progress, ready)
 
 
 def _show_code_models() -> None:
@@ -124,6 +151,31 @@ def banner(url: str, info: "EngineInfo", service: "ModelService", key_header: st
   context  {info.context} tokens
   infill   {infill}{method}
   loaded   in {info.load_seconds:.1f} s
+  listens  on {url} (Ctrl-C stops it)
+
+Try it:
+  curl {url}/v1/completions -H 'Content-Type: application/json'{key_header} \\
+    -d '{json.dumps(body)}'
+"""
+
+
+def banner_of_several(url: str, host: "ModelHost", key_header: str) -> str:
+    """Return what is shown when a server of several models is ready."""
+    from midfill.system.machine import format_size
+    from midfill.version import __version__
+
+    listed = host.listed()
+    width = max(len(model.name) for model in listed)
+    lines = [
+        f"  {model.name:{width}}  {format_size(model.bytes)},"
+        f" {'in memory' if model.service is not None else 'loaded when a request names it'}"
+        for model in listed
+    ]
+    body = {"model": listed[0].name, "prompt": "def mean(values):\n    return ", "max_tokens": 16}
+    models = "\n".join(lines)
+    return f"""midfill {__version__} serves {len(listed)} models
+{models}
+  memory   {format_size(host.memory)} for all of them
   listens  on {url} (Ctrl-C stops it)
 
 Try it:

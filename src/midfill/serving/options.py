@@ -322,11 +322,45 @@ class FrontendOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeveralModels:
+    """How several models share a server; each flag says what its field means.
+
+    Attributes:
+        others: further models beside ``ServeOptions.model``, names or paths.
+    """
+
+    others: tuple[str, ...] = ()
+    pinned: Annotated[
+        tuple[str, ...],
+        Flag(
+            name="--pin",
+            panel="Memory",
+            metavar="MODEL",
+            repeated=True,
+            help="Of several models, keep this one in memory; may be repeated. Others are loaded"
+            " when a request names them.",
+        ),
+    ] = ()
+    memory: Annotated[
+        int | None,
+        Flag(
+            name="--model-memory",
+            panel="Memory",
+            kind="size",
+            metavar="SIZE",
+            help="Memory for several models, weights and KV; where it is short, the model unused"
+            " longest is unloaded. By default most of what is free at the start.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions(FrontendOptions):
     """What ``midfill serve`` serves and how.
 
     Attributes:
-        model: name or path, see ``midfill models``.
+        model: name or path, see ``midfill models``; the first of several.
+        several: the others, and how they share the memory.
         kv_transfer_key: key of those that may move KV between servers; None lets nobody.
         workers: engine processes, if prompts are computed by other ones than answers.
         listen: what bounds connections, and the server's end.
@@ -412,6 +446,7 @@ class ServeOptions(FrontendOptions):
         ),
     ] = DEFAULT_STEP_TIMEOUT
     workers: Workers = field(default_factory=Workers)
+    several: SeveralModels = field(default_factory=SeveralModels)
     listen: ListenOptions = field(default_factory=ListenOptions)
     batches: BatchOptions = field(default_factory=BatchOptions)
     idle_prefill: Annotated[
@@ -441,8 +476,38 @@ class ServeOptions(FrontendOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_workers()
+        self._check_several()
         if self.kv_transfer_key is not None and not self.kv_transfer_key.strip():
             raise OptionError("--kv-transfer-key is empty; leave it out to let nobody move KV")
+
+    def _check_several(self) -> None:
+        """Refuse what several models can't share.
+
+        Raises:
+            MidfillError: an option is of one model, or one is pinned that isn't served.
+        """
+        several = self.several
+        if not several.others:
+            if several.pinned or several.memory is not None:
+                given = "--pin" if several.pinned else "--model-memory"
+                raise OptionError(f"{given} is for several models: midfill serve MODEL MODEL ...")
+            return
+        for model in several.pinned:
+            if model not in (self.model, *several.others):
+                served = ", ".join((self.model, *several.others))
+                raise OptionError(f"--pin {model} is none of the models to serve: {served}")
+        of_one = {
+            "--served-name": self.served_name is not None,
+            "--alias": bool(self.aliases),
+            "--fim-tokens": self.fim_tokens is not None,
+            "--adapter": self.options.adapter is not None,
+            "--batch-storage": bool(self.batches.storage),
+            "--decode-workers": bool(sum(self.workers)),
+            "--kv-transfer-key": self.kv_transfer_key is not None,
+        }
+        for name, is_given in of_one.items():
+            if is_given:
+                raise OptionError(f"{name} is for one model; serve one, or leave it out")
 
     def _check_workers(self) -> None:
         """Refuse workers that can't serve.

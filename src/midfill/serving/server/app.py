@@ -33,7 +33,7 @@ from midfill.serving.server.middleware import (
 )
 from midfill.serving.server.pages import routes as pages
 from midfill.serving.server.responses import ErrorBody, install_error_handlers
-from midfill.serving.server.service import ModelService
+from midfill.serving.server.service import ModelService, Monitored
 from midfill.version import __version__
 
 if TYPE_CHECKING:  # needs an extra
@@ -61,6 +61,7 @@ def create_app(
     redact: bool = False,
     own_hosts: Collection[str] | None = None,
     kv: APIRouter | None = None,
+    monitored: Monitored | None = None,
 ) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends.
 
@@ -73,6 +74,7 @@ def create_app(
         redact: leave out of logs and traces what clients choose, see ``LogOptions``.
         own_hosts: if it answers under names of its own machine only, further ones; None answers
             under any, see ``OwnHosts``.
+        monitored: whose metrics are shown; None is this model alone.
     """
     keys = keys or KeyRing()
     app = FastAPI(title="midfill", version=__version__, openapi_url=None)
@@ -87,7 +89,7 @@ def create_app(
                 error_bodies[route.path] = dialect.error_body
         app.include_router(router)
     app.include_router(health_routes(service))
-    app.include_router(metrics_routes(service), dependencies=monitors_only)
+    app.include_router(metrics_routes(monitored or service), dependencies=monitors_only)
     if kv is not None:
         app.include_router(kv)
     app.include_router(pages.routes())
@@ -156,7 +158,7 @@ def health_routes(service: ModelService) -> APIRouter:
     return router
 
 
-def metrics_routes(service: ModelService) -> APIRouter:
+def metrics_routes(service: Monitored) -> APIRouter:
     """Return the router of /metrics, and of their history for the dashboard."""
     router = APIRouter()
 

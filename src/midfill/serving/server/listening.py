@@ -27,7 +27,7 @@ from midfill.serving.options import FrontendOptions, ListenOptions, TlsFiles
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.connections import ACCEPTED_AT_ONCE, MAX_EXCESS, limited_protocol
 from midfill.serving.server.metrics import ConnectionCounts
-from midfill.serving.server.service import ModelService
+from midfill.serving.server.service import Monitored
 from midfill.system.extras import require
 from midfill.system.process import (
     freeze_objects,
@@ -252,7 +252,7 @@ def listen(
 async def answer_until_stopped(
     app: ASGIApp,
     listener: Listener,
-    service: ModelService,
+    service: Monitored,
     on_listening: Callable[[], None],
     on_hangup: Callable[[], None] = lambda: None,
     options: ListenOptions | None = None,
@@ -265,7 +265,7 @@ async def answer_until_stopped(
     Args:
         app: what answers.
         listener: where.
-        service: the application's model.
+        service: the application's model, or models.
         on_listening: called once clients can connect.
         on_hangup: called at each SIGHUP, once keys and certificate were read again.
         options: bounds; None takes the defaults.
@@ -335,7 +335,7 @@ def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn's server, which tells a service when its time is over, and lets many wait."""
 
-    def __init__(self, config: uvicorn.Config, service: ModelService, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Monitored, seconds: float) -> None:
         super().__init__(config)
         self._service = service
         self._seconds = seconds

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -187,10 +187,10 @@ _TIER_COUNTERS: Mapping[str, tuple[str, Callable[[TierStats], float]]] = {
 class _Collected(Collector):
     """What a function yields, as prometheus_client wants it."""
 
-    def __init__(self, collect: Callable[[], Families]) -> None:
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._collect = collect
 
-    def collect(self) -> Families:
+    def collect(self) -> Iterator[Metric]:
         """Yield the metrics as of now."""
         return self._collect()
 
@@ -198,8 +198,11 @@ class _Collected(Collector):
 class Metrics:
     """Counts what the server sees; reads the engine's own numbers when scraped.
 
-    Args:
+    Attributes:
         model: the model's name.
+
+    Args:
+        model: see above.
         engine: the engine.
         tenants: everybody who may send requests.
     """
@@ -209,7 +212,7 @@ class Metrics:
         self._labels = TenantLabels(tenants)
         self._engine = _EngineMetrics(model, engine, self._labels)
         self.add(self._engine)
-        self._model = model
+        self.model = model
         self._responses = self._counter(
             "http_requests", "Requests by the HTTP status that they ended with.", "status"
         )
@@ -234,11 +237,15 @@ class Metrics:
     def response_sent(self, tenant: str | None, status: int) -> None:
         """Count a finished HTTP request; its tenant is None if nobody asked for it."""
         label = "" if tenant is None else self._labels.of(tenant)
-        self._responses.labels(self._model, label, str(status)).inc()
+        self._responses.labels(self.model, label, str(status)).inc()
 
     def add(self, collect: Callable[[], Families]) -> None:
         """Render further metrics, too: what ``collect`` yields at each scrape."""
         self._registry.register(_Collected(collect))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics as of now."""
+        yield from self._registry.collect()
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -257,11 +264,53 @@ class Metrics:
         return sums
 
     def _new_tenant(self, label: str) -> "TenantMetrics":
-        return TenantMetrics(self._histograms, self._finished, self._model, label)
+        return TenantMetrics(self._histograms, self._finished, self.model, label)
 
     def _counter(self, name: str, help: str, label: str) -> Counter:
         names = (_MODEL, _TENANT, label)
         return Counter(f"midfill:{name}", help, names, registry=self._registry)
+
+
+class MetricsOfModels:
+    """The metrics of several models as one page, each sample with its model's name.
+
+    Args:
+        read: returns those of the models that there are now.
+    """
+
+    def __init__(self, read: Callable[[], Sequence[Metrics]]) -> None:
+        self._read = read
+        self._registry = CollectorRegistry()
+        self._registry.register(_Collected(self._of_models))
+
+    def add(self, collect: Callable[[], Families]) -> None:
+        """Render further metrics, too: what ``collect`` yields at each scrape."""
+        self._registry.register(_Collected(collect))
+
+    def render(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def sums(self) -> dict[tuple[str, str], float]:
+        """Return ``Metrics.sums``, those of all models added up."""
+        sums: dict[tuple[str, str], float] = defaultdict(float)
+        for metrics in self._read():
+            for key, value in metrics.sums().items():
+                sums[key] += value
+        return sums
+
+    def _of_models(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for metrics in self._read():
+            for family in metrics.collect():
+                known = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                known.samples += [
+                    sample._replace(labels={_MODEL: metrics.model, **sample.labels})
+                    for sample in family.samples
+                ]
+        yield from merged.values()
 
 
 LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds")

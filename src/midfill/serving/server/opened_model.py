@@ -149,7 +149,7 @@ async def assemble(
         options.document_memory, remembers=remembers,
     )  # fmt: skip
     return kind(
-        options.served_name or _short_name(options.model),
+        options.served_name or short_name(options.model),
         engine,
         checkpoint.tokenizer,
         prompts,
@@ -178,7 +178,7 @@ def _with_scope(options: ModelOptions, api_keys: Sequence[str]) -> ModelOptions:
     return structs.replace(options, warm_tier=tier)
 
 
-def _short_name(model: str) -> str:
+def short_name(model: str) -> str:
     """Return the last part of a path to a file or folder; any other name as it is."""
     path = Path(model).expanduser()
     if not path.exists():

@@ -26,8 +26,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -44,7 +45,7 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.server.limits import RateLimits
-from midfill.serving.server.metrics import Metrics, memory_metrics
+from midfill.serving.server.metrics import Metrics, MetricsOfModels, memory_metrics
 from midfill.serving.server.metrics_history import MetricsHistory
 from midfill.serving.server.request import (
     Generation,
@@ -216,6 +217,38 @@ async def _log_errors(work: Callable[[], Awaitable[object]]) -> None:
         _log.debug("idle prefill failed: %s", error)
 
 
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A name that clients may ask for.
+
+    Attributes:
+        name: the name.
+        created: when its model was loaded, or else when the server was started; seconds since 1970.
+        bytes: of its weights, or what it takes in memory where that isn't loaded.
+        service: its model's; None if it isn't in memory.
+    """
+
+    name: str
+    created: int
+    bytes: int
+    service: "ModelService | None"
+
+
+class Monitored(Protocol):
+    """What a server serves, as its monitoring and its end see it: a model, or several."""
+
+    @property
+    def metrics(self) -> Metrics | MetricsOfModels:
+        """What is counted."""
+
+    @property
+    def history(self) -> MetricsHistory:
+        """What it was in the last half hour."""
+
+    def stop(self) -> None:
+        """End all requests in progress, and refuse new ones."""
+
+
 class ModelService:
     """One model behind all dialects.
 
@@ -232,6 +265,8 @@ class ModelService:
         limits: what tenants may use.
         min_confidence: how sure answers must be that editors get; None gives them all.
         candidates: how many answers are tried for editors; None where none can be tried at all.
+        listed: returns what clients may ask this server for: this model by its names, and others
+            where there are several.
     """
 
     def __init__(
@@ -301,6 +336,7 @@ class ModelService:
         self.min_confidence = (chosen if min_confidence is None else min_confidence) or None
         self.candidates = candidates
         self._suggestions = min_confidence != 0
+        self.listed = self._list_names
 
     @property
     def context(self) -> int:
@@ -341,12 +377,21 @@ class ModelService:
         if not model:  # some editors send "" where their user has chosen none
             return self.name
         if model not in self.names:
-            known = ", ".join(map(repr, self.names))
-            raise ApiError(
-                404, f"there is no model {model[:_MAX_QUOTED]!r}; this server has {known}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+            raise self.unknown_model(model)
         return model
+
+    def unknown_model(self, model: str) -> ApiError:
+        """Return the error for a name that there isn't."""
+        known = ", ".join(repr(each.name) for each in self.listed())
+        return ApiError(
+            404, f"there is no model {model[:_MAX_QUOTED]!r}; this server has {known}",
+            param="model", code="model_not_found",
+        )  # fmt: skip
+
+    def _list_names(self) -> list[ListedModel]:
+        info = self.engine.info
+        size = 0 if info is None else info.weight_bytes
+        return [ListedModel(name, self.created, size, self) for name in self.names]
 
     def check_queue(self) -> None:
         """Refuse the current request where it may not be queued, whatever it asks.

@@ -109,13 +109,13 @@ async def open_service(
     """
     async with (
         open_engine(options, path, on_progress, spawned) as opened,
-        _service_of(options, opened, tenants, limits) as service,
+        service_of(options, opened, tenants, limits) as service,
     ):
         yield service
 
 
 @contextlib.asynccontextmanager
-async def _service_of(
+async def service_of(
     options: ServeOptions,
     opened: OpenedModel,
     tenants: Sequence[str],
@@ -144,7 +144,7 @@ async def _serve(
     keys, limits = listener.keys, RateLimits(listener.keys.limits_of)
     async with (
         open_engine(options, path, on_progress, spawned) as opened,
-        _service_of(options, opened, keys.tenants, limits) as service,
+        service_of(options, opened, keys.tenants, limits) as service,
         _dialects(options, opened, keys, limits) as dialects,
     ):
 

@@ -34,7 +34,7 @@ from midfill.serving.server.request import (
     limited_to_a_hole,
 )
 from midfill.serving.server.responses import ApiError, JsonLines, error_message
-from midfill.serving.server.service import ModelService
+from midfill.serving.server.service import ListedModel, ModelService
 from midfill.version import __version__
 
 _LATEST = ":latest"  # the tag that a name without one has
@@ -321,15 +321,23 @@ def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     @router.get("/api/tags")
     @router.head("/api/tags", include_in_schema=False)
     async def tags() -> Response:
-        """List the model by each of its names."""
-        return json_response({"models": [_card(service, name) for name in service.names]})
+        """List the models by each of their names."""
+        return json_response({"models": [_card(model) for model in service.listed()]})
 
     @router.get("/api/ps")
     async def running() -> Response:
-        """List the loaded models: the one that is served."""
-        card = _card(service, service.name)
-        loaded = {"size_vram": 0, "context_length": service.context}
-        return json_response({"models": [{**card, **loaded, "expires_at": "9999-12-31T23:59:59Z"}]})
+        """List the models in memory, each once."""
+        cards = [
+            {
+                **_card(model),
+                "size_vram": 0,
+                "context_length": model.service.context,
+                "expires_at": "9999-12-31T23:59:59Z",
+            }
+            for model in service.listed()
+            if model.service is not None and model.name == model.service.name
+        ]
+        return json_response({"models": cards})
 
     @router.post("/api/show", openapi_extra=body_reference(ShowBody))
     async def show(request: Request) -> Response:
@@ -355,14 +363,13 @@ def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
-def _card(service: ModelService, name: str) -> dict[str, Any]:
-    info = service.engine.info
+def _card(model: ListedModel) -> dict[str, Any]:
     return {
-        "name": with_tag(name),
-        "model": with_tag(name),
-        "modified_at": timestamp(service.created),
-        "size": 0 if info is None else info.weight_bytes,
-        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "name": with_tag(model.name),
+        "model": with_tag(model.name),
+        "modified_at": timestamp(model.created),
+        "size": model.bytes,
+        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
         "details": _details(),
     }
 

@@ -20,11 +20,12 @@ from midfill.frontend.answer import Candidate, TokenLogprob
 from midfill.frontend.generation import Usage
 from midfill.frontend.prompt import Prompt, PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.infill.formats import FimFormat
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.request import Generation, GenerationRequest
 from midfill.serving.server.responses import EventStream
-from midfill.serving.server.service import ModelService
+from midfill.serving.server.service import ListedModel, ModelService
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 _MAX_EXPECTED = 2**31 - 1
@@ -351,35 +352,44 @@ class _ChatResponse:
 
 
 def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
-    """Return the router of the list and of its entries: one per name of the model."""
+    """Return the router of the list and of its entries: one per name of a model."""
     router = APIRouter(dependencies=[Depends(tenant_of)])
 
-    format = service.fim_format
+    @router.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [_card(model) for model in service.listed()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, object]:
+        for listed in service.listed():
+            if listed.name == name:
+                return _card(listed)
+        raise service.unknown_model(name)
+
+    return router
+
+
+def _card(model: ListedModel) -> dict[str, object]:
+    """Describe a name; of a model that isn't in memory, only what is known without it."""
+    card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "midfill"}
+    service = model.service
+    if service is None:
+        return {**card, "root": model.name, "midfill": {"loaded": False}}
+    # "root" and "max_model_len" are vLLM's names for the model itself, and for its context.
+    return {
+        **card,
+        "root": service.name,
+        "max_model_len": service.context,
+        "midfill": {"loaded": True, **_sentinels(service.fim_format)},
+    }
+
+
+def _sentinels(format: FimFormat | None) -> dict[str, object]:
     sentinels: dict[str, object] = {"sentinels": format is not None}
     if format is not None and format.order == "psm" and format.middle is not None:
         parts = (format.prefix, format.suffix, format.middle)
         sentinels["fim_tokens"] = [part.text for part in parts]
-
-    def card(name: str) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "midfill",
-            "root": service.name,  # vLLM's names for the model itself, and for its context
-            "max_model_len": service.context,
-            "midfill": sentinels,
-        }
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, object]:
-        return {"object": "list", "data": [card(name) for name in service.names]}
-
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, object]:
-        return card(service.check_model(name))
-
-    return router
+    return sentinels
 
 
 DIALECT = Dialect(routes=chat_routes, bodies=(ChatRequest,), queued=CHAT_PATHS)

@@ -1,0 +1,1 @@
+"""Several models in one server: which are in memory, and whose each request is."""
