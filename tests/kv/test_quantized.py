@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midfill.kv.quantized import (
-    BITS_PER_CODE,
     QuantizedBlock,
     QuantizedBlocks,
     QuantizedVectors,
@@ -15,6 +14,7 @@ from midfill.kv.quantized import (
     pack_codes,
     unpack_codes,
 )
+from midfill.kv.quantized_layout import BITS_PER_CODE
 
 CELL_BYTES = 256
 
@@ -61,6 +61,46 @@ def test_packed_codes_take_their_bits_alone(width: int) -> None:
     packed = pack_codes(codes, width)
     assert packed.nbytes == codes.size * width // 8
     assert np.array_equal(unpack_codes(packed, width), codes.reshape(-1))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_higher_bits_than_are_packed_are_left_out(width: int) -> None:
+    codes = np.random.default_rng(0).integers(0, 256, (3, 32)).astype(np.uint8)
+    lowest = codes & np.uint8((1 << width) - 1)
+    assert np.array_equal(pack_codes(codes, width), pack_codes(lowest, width))
+    assert np.array_equal(unpack_codes(pack_codes(codes, width), width), lowest.reshape(-1))
+
+
+@given(st.data(), st.integers(1, 9), st.sampled_from(BITS_PER_CODE), st.booleans())
+def test_blocks_held_together_are_those_that_are_made_one_by_one(
+    data: st.DataObject, count: int, bits: int, with_outliers: bool
+) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+
+    def some(*shape: int) -> np.ndarray:
+        return rng.normal(size=(3, *shape)).astype(np.float16)
+
+    places = np.sort(rng.permuted(np.tile(np.arange(count * 32), (3, 1)), axis=1)[:, :4], axis=1)
+    keys, values = (
+        QuantizedVectors(
+            rng.integers(0, 2**bits, (3, count, 32)).astype(np.uint8),
+            bits,
+            some(count, 2, 2),
+            some(32),
+            some(32),
+            some(count, 2),
+            some(2, 32),
+            places.astype(np.uint16) if with_outliers else None,
+            some(4) if with_outliers else None,
+        )
+        for _ in range(2)
+    )
+    for number, block in enumerate(QuantizedBlock.of_several(keys, values)):
+        alone = QuantizedBlock.of(keys.of_block(number), values.of_block(number))
+        assert (block.tokens, block.fields) == (alone.tokens, alone.fields)
+        assert np.array_equal(block.data, alone.data)
+        if not with_outliers:
+            assert np.array_equal(keys.decode()[number], keys.of_block(number).decode())
 
 
 def test_codes_of_eight_bits_are_packed_whatever_their_number() -> None:

@@ -13,34 +13,30 @@ but for *outliers*, which are stored as they are. Every term but the codes may b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from midfill.arrays import Float32Array, Int32Array
+from midfill.kv.quantized_layout import (
+    BITS_PER_CODE,
+    BLOCK_FIELDS,
+    CELLS,
+    CELLS_AT,
+    CHANNEL_SCALE,
+    CHANNEL_ZERO,
+    MAX_OUTLIER_PLACES,
+    MAX_RANK,
+    STREAM_FIELDS,
+    STREAMS,
+    TOKENS,
+)
 
 UInt8Array = NDArray[np.uint8]
 UInt16Array = NDArray[np.uint16]
 Float16Array = NDArray[np.float16]
-
-# Columns of QuantizedBlocks.table: tokens of a block, its first place in ``cells``, how many cells
-# it fills, then its streams, keys first.
-TOKENS, CELLS_AT, CELLS, STREAMS = 0, 1, 2, 3
-# Fields of a stream: its first byte in the block, bits per code, groups of channels whose codes
-# have a scale and a zero per token, which terms there are per channel, rank, and outliers.
-BYTES_AT, BITS, GROUPS, CHANNELS, RANK, OUTLIERS = 0, 1, 2, 3, 4, 5
-STREAM_FIELDS = 6
-BLOCK_FIELDS = STREAMS + 2 * STREAM_FIELDS
-CHANNEL_SCALE, CHANNEL_ZERO = 1, 2
-"""Bits of ``CHANNELS``."""
-
-MAX_RANK = 16
-"""The kernels' memory has room for so many."""
-MAX_OUTLIER_PLACES = 1 << 16
-"""An outlier's place, token * head_dim + channel, has 16 bits."""
-BITS_PER_CODE = (1, 2, 3, 4, 8)
 
 
 def bit_planes(bits: int) -> tuple[int, ...]:
@@ -54,6 +50,8 @@ def bit_planes(bits: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class QuantizedVectors:
     """n vectors at few bits each; see above.
+
+    Those of m blocks of n tokens each may be held together: every field then has a first axis of m.
 
     Attributes:
         codes: uint8 [n, head_dim], 0 <= code < 2^bits.
@@ -78,20 +76,19 @@ class QuantizedVectors:
     outliers: Float16Array | None = None
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return int(self.codes.shape[-2])
 
     def decode(self) -> Float32Array:
-        """Return what they stand for: float32 [n, head_dim]."""
-        count, dim = self.codes.shape
+        """Return what they stand for: float32 [n, head_dim]; [m, n, head_dim] without outliers."""
         vectors = self.codes.astype(np.float32)
         if self.token_terms is not None:
             terms = self.token_terms.astype(np.float32)
-            grouped = vectors.reshape(count, terms.shape[1], -1)
-            vectors = (grouped * terms[:, :, :1] + terms[:, :, 1:]).reshape(count, dim)
+            grouped = vectors.reshape(*terms.shape[:-1], -1)
+            vectors = (grouped * terms[..., :1] + terms[..., 1:]).reshape(self.codes.shape)
         if self.channel_scale is not None:
-            vectors *= self.channel_scale.astype(np.float32)
+            vectors *= self.channel_scale.astype(np.float32)[..., None, :]
         if self.channel_zero is not None:
-            vectors += self.channel_zero.astype(np.float32)
+            vectors += self.channel_zero.astype(np.float32)[..., None, :]
         if self.coefficients is not None and self.basis is not None:
             vectors += self.coefficients.astype(np.float32) @ self.basis.astype(np.float32)
         if self.outlier_places is not None and self.outliers is not None:
@@ -103,12 +100,22 @@ class QuantizedVectors:
         terms = self.token_terms
         channels = CHANNEL_SCALE * (self.channel_scale is not None)
         channels += CHANNEL_ZERO * (self.channel_zero is not None)
-        rank = 0 if self.basis is None else len(self.basis)
-        outliers = 0 if self.outliers is None else len(self.outliers)
-        return bytes_at, self.bits, 0 if terms is None else terms.shape[1], channels, rank, outliers
+        groups = 0 if terms is None else terms.shape[-2]
+        rank = 0 if self.basis is None else self.basis.shape[-2]
+        outliers = 0 if self.outliers is None else self.outliers.shape[-1]
+        return bytes_at, self.bits, groups, channels, rank, outliers
+
+    def of_block(self, number: int) -> "QuantizedVectors":
+        """Return the vectors of one of m blocks."""
+        fields = {
+            name: array[number]
+            for name, array in vars(self).items()
+            if name != "bits" and array is not None
+        }
+        return replace(self, **fields)
 
     def pack(self) -> UInt8Array:
-        """Return the stream's bytes: terms of channels, of tokens, codes, outliers.
+        """Return the bytes of a stream, or of m: terms of channels, of tokens, codes, outliers.
 
         Raises:
             ValueError: codes have another width than there is, the rank is above 16, or there are
@@ -116,9 +123,10 @@ class QuantizedVectors:
         """
         if self.bits not in BITS_PER_CODE:
             raise ValueError(f"codes of {self.bits} bits; there are {BITS_PER_CODE}")
-        if self.basis is not None and len(self.basis) > MAX_RANK:
-            raise ValueError(f"a rank of {len(self.basis)}; the highest is {MAX_RANK}")
-        if self.outliers is not None and self.codes.size > MAX_OUTLIER_PLACES:
+        if self.basis is not None and self.basis.shape[-2] > MAX_RANK:
+            raise ValueError(f"a rank of {self.basis.shape[-2]}; the highest is {MAX_RANK}")
+        *blocks, count, dim = self.codes.shape
+        if self.outliers is not None and count * dim > MAX_OUTLIER_PLACES:
             raise ValueError("blocks with outliers have at most 65,536 numbers")
         before = (
             self.channel_scale,
@@ -127,14 +135,15 @@ class QuantizedVectors:
             self.token_terms,
             self.coefficients,
         )
-        sections = [_as_bytes(section) for section in before if section is not None]
+        sections = [_as_bytes(section, blocks) for section in before if section is not None]
         shift = 0
         for width in bit_planes(self.bits):
-            sections.append(pack_codes(self.codes >> np.uint8(shift), width))
+            plane = self.codes >> np.uint8(shift) if shift else self.codes
+            sections.append(pack_codes(plane, width).reshape(*blocks, -1))
             shift += width
         after = (self.outlier_places, self.outliers)
-        sections += [_as_bytes(section) for section in after if section is not None]
-        return np.concatenate(sections)
+        sections += [_as_bytes(section, blocks) for section in after if section is not None]
+        return np.concatenate(sections, axis=-1)
 
 
 def unpack_stream(
@@ -185,12 +194,17 @@ def pack_codes(codes: UInt8Array, width: int) -> UInt8Array:
     Returns:
         uint8 [codes.size * width / 8].
     """
-    lowest = codes & np.uint8((1 << width) - 1)
-    grouped = _in_bytes(lowest.reshape(-1), width)
-    packed: UInt8Array = grouped[0].copy()
-    for place in range(1, len(grouped)):
-        packed |= grouped[place] << np.uint8(place * width)
-    return packed.reshape(-1)
+    if width == 8:
+        return codes.reshape(-1).copy()
+    # The bytes that 16 codes become are shifted as one number: what is masked stays in its byte.
+    word = np.dtype(f"u{2 * width}")
+    grouped = np.ascontiguousarray(codes).reshape(-1).view(word).reshape(-1, 8 // width)
+    mask = np.frombuffer(bytes([(1 << width) - 1]) * word.itemsize, word)
+    packed = grouped[:, 0] & mask
+    for place in range(1, 8 // width):
+        packed |= (grouped[:, place] & mask) << word.type(place * width)
+    as_bytes: UInt8Array = packed.view(np.uint8)
+    return as_bytes
 
 
 def unpack_codes(packed: UInt8Array, width: int) -> UInt8Array:
@@ -231,6 +245,13 @@ class QuantizedBlock:
         streams = keys.pack(), values.pack()
         fields = keys.fields(0) + values.fields(len(streams[0]))
         return cls(np.concatenate(streams), len(keys), fields)
+
+    @classmethod
+    def of_several(cls, keys: QuantizedVectors, values: QuantizedVectors) -> "list[QuantizedBlock]":
+        """Return the blocks whose keys and values are held together."""
+        streams = keys.pack(), values.pack()
+        fields = keys.fields(0) + values.fields(streams[0].shape[1])
+        return [cls(data, len(keys), fields) for data in np.concatenate(streams, axis=1)]
 
     def cells(self, cell_bytes: int) -> int:
         """Return how many cells it fills.
@@ -339,5 +360,6 @@ def cell_arrays(blocks: Sequence[QuantizedBlock], cell_bytes: int) -> tuple[UInt
     return every[0], every[1]
 
 
-def _as_bytes(array: NDArray[np.generic]) -> UInt8Array:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def _as_bytes(array: NDArray[np.generic], blocks: Sequence[int]) -> UInt8Array:
+    """Return the bytes of one block's array, or of those of some blocks."""
+    return np.ascontiguousarray(array).reshape(*blocks, -1).view(np.uint8)

@@ -243,6 +243,36 @@ def test_two_bits_and_rank_two_are_below_a_third_of_float16() -> None:
         assert np.mean(cells) / 256 == pytest.approx(expected, abs=0.006)
 
 
+@pytest.mark.parametrize("outliers", [0.0, 0.05])
+def test_a_layers_blocks_have_the_bytes_of_each_made_alone(outliers: float) -> None:
+    method, mixed = Gear(block=64, buffer=20, outliers=outliers), MixedKeys(190)
+    mixed.grow(0, 190)
+    keys, selection = mixed.view(), select(method, mixed)
+    assert selection.quantized is not None
+    for layer in range(HEADS // KV_HEADS):
+        heads = range(layer * KV_HEADS, (layer + 1) * KV_HEADS)
+        for place, (start, end) in enumerate(((0, 64), (64, 128), (128, 180))):
+            numbers = np.arange(start, end, dtype=np.int32)
+            read = [keys.read(head, numbers) for head in heads]
+            alone = method.encode(*(np.stack(part) for part in zip(*read, strict=True)), rank=4)
+            for head, block in zip(heads, alone, strict=True):
+                found = selection.quantized[head][place]
+                assert (found.tokens, found.fields) == (block.tokens, block.fields)
+                assert np.array_equal(found.data, block.data)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_extremes_are_those_of_each_vector_alone_though_numbers_are_equal(axis: int) -> None:
+    vectors = np.random.default_rng(0).integers(-9, 9, (3, 40, 48)).astype(np.float32)
+    vectors[0, :20] += np.random.default_rng(1).normal(size=(20, 48))
+    found = np.moveaxis(extremes(vectors, 3, axis), axis, -1)
+    for place in np.ndindex(found.shape[:-1]):
+        vector = np.moveaxis(vectors, axis, -1)[place]
+        order = np.argpartition(vector, (2, len(vector) - 3))
+        expected = [*order[:3], *order[-3:]]
+        assert np.flatnonzero(found[place]).tolist() == sorted(expected)
+
+
 def test_a_prompt_is_compressed_in_blocks_and_the_rest_waits_in_the_buffer() -> None:
     method = Gear(block=64, buffer=20)
     mixed = MixedKeys(250)

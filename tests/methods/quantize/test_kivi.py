@@ -44,6 +44,41 @@ def test_bytes_are_those_of_the_formula(bits: int, dim: int, groups: int) -> Non
         assert not len(blocks[0].data) % 256, "no cell of 64 dimensions in float16 is cut"
 
 
+def simple_bytes(numbers: np.ndarray, bits: int, axis: int) -> tuple[bytes, bytes, bytes]:
+    """Return scales, zeros and codes of one block's [64, 64] numbers, one range at a time."""
+    half, steps = np.float16, 2**bits - 1
+    scales, zeros = np.zeros((2, 64), half)
+    codes = np.zeros((64, 64), int)
+    for i in range(64):
+        group = np.take(numbers, i, axis=axis)
+        zeros[i] = group.min()
+        scales[i] = (group.max() - np.float32(zeros[i])) / np.float32(steps)
+        found = np.rint((group - np.float32(zeros[i])) / np.float32(scales[i]))
+        np.moveaxis(codes, axis, 0)[i] = np.clip(found, 0, steps)
+    packed = []
+    for sixteen in codes.reshape(-1, 16).tolist():
+        per_byte = 8 // bits
+        for i in range(16 // per_byte):
+            own = sixteen[i :: 16 // per_byte]
+            packed.append(sum(code << (bits * place) for place, code in enumerate(own)))
+    return scales.tobytes(), zeros.tobytes(), bytes(packed)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_blocks_made_together_have_the_bytes_of_each_made_alone(bits: int) -> None:
+    keys = one_head(64 * 3)
+    selection = select(Kivi(bits=bits, residual=0), keys)
+    assert selection.quantized is not None
+    assert len(selection.quantized[0]) == 3
+    for number, block in enumerate(selection.quantized[0]):
+        exact = keys.read(0, np.arange(64 * number, 64 * number + 64, dtype=np.int32))
+        scales, zeros, codes = simple_bytes(exact[0], bits, 1)
+        of_keys = scales + zeros + codes
+        scales, zeros, codes = simple_bytes(exact[1], bits, 0)
+        terms = np.stack([np.frombuffer(each, np.float16) for each in (scales, zeros)], axis=1)
+        assert block.data.tobytes() == of_keys + terms.tobytes() + codes
+
+
 def test_keys_have_ranges_per_channel_and_values_per_token() -> None:
     keys = one_head(128, 128)
     for bits in (2, 4):

@@ -7,12 +7,12 @@ import pytest
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.kv.quantized import (
-    BITS_PER_CODE,
     QuantizedBlock,
     QuantizedBlocks,
     QuantizedVectors,
     cell_arrays,
 )
+from midfill.kv.quantized_layout import BITS_PER_CODE
 from midfill.kv.ragged import RaggedIndex, cells_of_slots
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint

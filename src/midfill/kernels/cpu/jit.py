@@ -33,7 +33,7 @@ def compiled_folder(package: Path | None = None) -> Path:
     """
     own = Path(__file__).parent
     # Kernels take the layout of what they read, constants, from there.
-    layouts = own.parents[1] / "kv" / "quantized.py"
+    layouts = own.parents[1] / "kv" / "quantized_layout.py"
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for folder in (own,) if package in (None, own) else (own, package):
         for source in (*sorted(folder.glob("*.py")), layouts):

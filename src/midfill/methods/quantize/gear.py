@@ -30,20 +30,15 @@ Differences:
   here they are s n / 2 on each side, as the paper says, rounded.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from midfill.arrays import BoolArray, Float32Array, Int32Array
-from midfill.kv.quantized import (
-    MAX_OUTLIER_PLACES,
-    MAX_RANK,
-    QuantizedBlock,
-    QuantizedVectors,
-)
+from midfill.arrays import BoolArray, Float32Array
+from midfill.kv.quantized import QuantizedBlock, QuantizedVectors
+from midfill.kv.quantized_layout import MAX_OUTLIER_PLACES, MAX_RANK
 from midfill.methods.budget import require
 from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
@@ -152,54 +147,65 @@ class Gear(MethodDefaults):
             keys, values: float32 [kv_heads, n, head_dim].
             rank: of the residuals.
         """
-        heads, count, dim = keys.shape
-        found = self.find_outliers(keys, self.outliers_per_side(count), 1)
-        filled = np.where(found, keys.mean(axis=1, keepdims=True), keys)
-        backbone = [quantize_channels(each, self.bits) for each in filled]
-        encoded_keys = self._corrected(keys, backbone, found, rank)
+        return [block for [block] in self.encode_blocks(keys[:, None], values[:, None], rank)]
+
+    def encode_blocks(
+        self, keys: Float32Array, values: Float32Array, rank: int
+    ) -> list[list[QuantizedBlock]]:
+        """Return a layer's blocks, made together, by head.
+
+        Args:
+            keys, values: float32 [kv_heads, m, n, head_dim], of m blocks of n tokens.
+            rank: of the residuals.
+        """
+        heads, blocks, count, dim = keys.shape
+        every = keys.reshape(-1, count, dim)
+        found = self.find_outliers(every, self.outliers_per_side(count), -2)
+        filled = np.where(found, every.mean(axis=1, keepdims=True), every)
+        encoded = self._corrected(every, quantize_channels(filled, self.bits), found, rank)
         # A token's channels in all heads lie side by side.
-        tokens = values.transpose(1, 0, 2).reshape(count, heads * dim)
-        found = self.find_outliers(tokens, self.outliers_per_side(heads * dim), 1)
-        filled = _by_head(np.where(found, tokens.mean(axis=1, keepdims=True), tokens), heads)
+        tokens = values.transpose(1, 2, 0, 3).reshape(blocks * count, heads * dim)
+        found = self.find_outliers(tokens, self.outliers_per_side(heads * dim), -1)
+        filled = np.where(found, tokens.mean(axis=1, keepdims=True), tokens)
+        found, filled = (_by_head(part, heads, count) for part in (found, filled))
         groups = dim // self.group if dim % self.group == 0 else 1
-        backbone = [quantize_tokens(each, self.bits, groups) for each in filled]
-        encoded_values = self._corrected(values, backbone, _by_head(found, heads), rank)
-        return [
-            QuantizedBlock.of(*streams)
-            for streams in zip(encoded_keys, encoded_values, strict=True)
-        ]
+        backbone = quantize_tokens(filled, self.bits, groups)
+        pairs = zip(
+            encoded,
+            self._corrected(values.reshape(every.shape), backbone, found, rank),
+            strict=True,
+        )
+        made = [QuantizedBlock.of(*streams) for streams in pairs]
+        return [made[first : first + blocks] for first in range(0, len(made), blocks)]
 
     def _corrected(
         self,
         vectors: Float32Array,
-        backbone: Sequence[QuantizedVectors],
+        backbone: QuantizedVectors,
         outliers: BoolArray,
         rank: int,
     ) -> list[QuantizedVectors]:
-        """Return each head's backbone with what it gets wrong.
+        """Return each block's backbone with what it gets wrong.
 
         Args:
-            vectors: float32 [heads, n, head_dim], what the backbone stands for.
-            backbone: of each head.
-            outliers: bool [heads, n, head_dim].
+            vectors: float32 [m, n, head_dim], what the backbone stands for.
+            backbone: of the m blocks.
+            outliers: bool [m, n, head_dim].
             rank: of the residuals.
         """
-        corrected = list(backbone)
         if rank := min(rank, *vectors.shape[1:]):
-            residual = vectors - np.stack([each.decode() for each in backbone])
+            residual = vectors - backbone.decode()
             residual[outliers] = 0
-            factors = (part.astype(np.float16) for part in self.factors(residual, rank))
-            corrected = [
-                replace(each, coefficients=coefficients, basis=basis)
-                for each, coefficients, basis in zip(backbone, *factors, strict=True)
-            ]
-        for head, found in enumerate(outliers.reshape(len(outliers), -1)):
+            coefficients, basis = (part.astype(np.float16) for part in self.factors(residual, rank))
+            backbone = replace(backbone, coefficients=coefficients, basis=basis)
+        corrected = [backbone.of_block(number) for number in range(len(vectors))]
+        for number, found in enumerate(outliers.reshape(len(outliers), -1)):
             places = np.flatnonzero(found)
             if len(places):
-                corrected[head] = replace(
-                    corrected[head],
+                corrected[number] = replace(
+                    corrected[number],
                     outlier_places=places.astype(np.uint16),
-                    outliers=vectors[head].reshape(-1)[places].astype(np.float16),
+                    outliers=vectors[number].reshape(-1)[places].astype(np.float16),
                 )
         return corrected
 
@@ -239,17 +245,35 @@ class BlockwiseCompression:
         whole = exact // method.buffer * method.buffer
         if not whole:
             return None
-        blocks: list[list[QuantizedBlock]] = [[] for _ in range(keys.heads)]
-        for start in range(0, whole, method.block):
-            numbers = np.arange(start, min(start + method.block, whole), dtype=np.int32)
-            for layer in range(keys.config.layers):
-                first = layer * keys.config.kv_heads
-                heads = range(first, first + keys.config.kv_heads)
-                encoded = method.encode(*_read(keys, heads, numbers), rank)
-                for head, block in zip(heads, encoded, strict=True):
-                    blocks[head].append(block)
+        blocks = []
+        for layer in range(keys.config.layers):
+            first = layer * keys.config.kv_heads
+            heads = range(first, first + keys.config.kv_heads)
+            blocks += self._layer_blocks(*_read(keys, heads, whole), rank)
         kept = np.arange(whole, exact, dtype=np.int32)
         return Selection.of_heads([kept] * keys.heads, quantized=blocks)
+
+    def _layer_blocks(
+        self, keys: Float32Array, values: Float32Array, rank: int
+    ) -> list[list[QuantizedBlock]]:
+        """Return the blocks of a layer's tokens by head; keys and values are [heads, n, head_dim].
+
+        All blocks but the last have as many tokens, and are made together.
+        """
+        heads, count, dim = keys.shape
+        blocks: list[list[QuantizedBlock]] = [[] for _ in range(heads)]
+        size = self.method.block
+        whole = count // size * size
+        for part in (slice(whole), slice(whole, count)):
+            tokens = keys[:, part].shape[1]
+            if tokens:
+                shape = (heads, -1, min(size, tokens), dim)
+                encoded = self.method.encode_blocks(
+                    keys[:, part].reshape(shape), values[:, part].reshape(shape), rank
+                )
+                for own, later in zip(blocks, encoded, strict=True):
+                    own += later
+        return blocks
 
 
 def extremes(vectors: Float32Array, count: int, axis: int) -> BoolArray:
@@ -260,11 +284,25 @@ def extremes(vectors: Float32Array, count: int, axis: int) -> BoolArray:
     size = vectors.shape[axis]
     if 2 * count >= size:
         return np.ones(vectors.shape, bool)
-    found = np.zeros(vectors.shape, bool)
-    if count:
-        order = np.argpartition(vectors, (count - 1, size - count), axis)
-        for part in np.split(order, (count, size - count), axis)[::2]:
-            np.put_along_axis(found, part, True, axis)
+    if not count:
+        return np.zeros(vectors.shape, bool)
+    # Sorting contiguous numbers is several times as fast as finding their places.
+    rows = np.ascontiguousarray(np.moveaxis(vectors, axis, -1))
+    ordered = np.sort(rows, axis=-1)
+    low, high = ordered[..., count - 1 : count], ordered[..., size - count : size - count + 1]
+    found = (rows <= low) | (rows >= high)
+    # Of equal numbers at a limit only some are among them.
+    tied = np.count_nonzero(found, axis=-1) > 2 * count
+    found[tied] = _at_the_ends(rows[tied], count)
+    return np.moveaxis(found, -1, axis)
+
+
+def _at_the_ends(rows: Float32Array, count: int) -> BoolArray:
+    """Return which numbers of each row [m, n] are first and last, ``count`` each, in order."""
+    order = np.argpartition(rows, (count - 1, rows.shape[1] - count), -1)
+    found = np.zeros(rows.shape, bool)
+    for part in np.split(order, (count, rows.shape[1] - count), -1)[::2]:
+        np.put_along_axis(found, part, True, -1)
     return found
 
 
@@ -293,15 +331,15 @@ def low_rank(matrices: Float32Array, rank: int) -> tuple[Float32Array, Float32Ar
     return coefficients, basis.transpose(0, 2, 1)
 
 
-def _by_head(tokens: NDArray[_Number], heads: int) -> NDArray[_Number]:
-    """Return [n, heads * head_dim] numbers as [heads, n, head_dim]."""
-    return tokens.reshape(len(tokens), heads, -1).transpose(1, 0, 2)
+def _by_head(tokens: NDArray[_Number], heads: int, count: int) -> NDArray[_Number]:
+    """Return [m * n, heads * head_dim] numbers as [heads * m, n, head_dim], given n."""
+    split = tokens.reshape(len(tokens), heads, -1).transpose(1, 0, 2)
+    return split.reshape(-1, count, split.shape[-1])
 
 
-def _read(
-    keys: SequenceKeys, heads: range, numbers: Int32Array
-) -> tuple[Float32Array, Float32Array]:
-    """Return some keys and values of some heads: float32 [heads, n, head_dim] each."""
+def _read(keys: SequenceKeys, heads: range, count: int) -> tuple[Float32Array, Float32Array]:
+    """Return the first ``count`` keys and values of some heads: float32 [heads, n, head_dim]."""
+    numbers = np.arange(count, dtype=np.int32)
     found = [keys.read(head, numbers) for head in heads]
     read_keys, values = (np.stack(part) for part in zip(*found, strict=True))
     return read_keys, values

@@ -22,7 +22,8 @@ from typing import Self
 import numpy as np
 
 from midfill.arrays import Float32Array
-from midfill.kv.quantized import BITS_PER_CODE, QuantizedBlock
+from midfill.kv.quantized import QuantizedBlock
+from midfill.kv.quantized_layout import BITS_PER_CODE
 from midfill.methods.budget import require
 from midfill.methods.evict.method import OneShot, SequenceKeys
 from midfill.methods.evict.selection import Selection
@@ -89,17 +90,14 @@ class Kivi(OneShot):
 
     def _blocks(self, keys: Float32Array, values: Float32Array) -> list[QuantizedBlock]:
         """Return the blocks of the groups of one head's [n, head_dim] keys and values."""
-        groups = range(0, len(keys), self.group)
-        return [
-            self.encode(keys[start : start + self.group], values[start : start + self.group])
-            for start in groups
-        ]
+        shape = (-1, self.group, keys.shape[1])
+        return self.encode(keys.reshape(shape), values.reshape(shape))
 
-    def encode(self, keys: Float32Array, values: Float32Array) -> QuantizedBlock:
-        """Return the block of a group of tokens: float32 [group, head_dim] keys and values."""
-        return QuantizedBlock.of(
+    def encode(self, keys: Float32Array, values: Float32Array) -> list[QuantizedBlock]:
+        """Return the blocks of m groups of tokens: float32 [m, group, head_dim] keys and values."""
+        return QuantizedBlock.of_several(
             quantize_channels(keys, self.bits),
-            quantize_tokens(values, self.bits, self.value_groups(values.shape[1])),
+            quantize_tokens(values, self.bits, self.value_groups(values.shape[-1])),
         )
 
     def value_groups(self, head_dim: int) -> int:

@@ -38,27 +38,27 @@ def quantize_channels(vectors: Float32Array, bits: int) -> QuantizedVectors:
     """Quantise each channel over all vectors, from its smallest to its largest number.
 
     Args:
-        vectors: float32 [n, head_dim], n > 0.
+        vectors: float32 [n, head_dim], n > 0, or [m, n, head_dim], each of the m by itself.
         bits: per number.
     """
-    low, scale = _range(vectors, 0, bits)
+    low, scale = _range(vectors, -2, bits)
     codes = _codes(vectors, low, scale, bits)
-    return QuantizedVectors(codes, bits, channel_scale=scale[0], channel_zero=low[0])
+    zero = low[..., 0, :]
+    return QuantizedVectors(codes, bits, channel_scale=scale[..., 0, :], channel_zero=zero)
 
 
 def quantize_tokens(vectors: Float32Array, bits: int, groups: int = 1) -> QuantizedVectors:
     """Quantise each vector, in groups of channels, from its smallest to its largest number.
 
     Args:
-        vectors: float32 [n, head_dim].
+        vectors: float32 [n, head_dim] or [m, n, head_dim].
         bits: per number.
         groups: of as many channels each; head_dim / groups is a multiple of 16.
     """
-    count, dim = vectors.shape
-    grouped = vectors.reshape(count, groups, dim // groups)
-    low, scale = _range(grouped, 2, bits)
-    codes = _codes(grouped, low, scale, bits).reshape(count, dim)
-    return QuantizedVectors(codes, bits, token_terms=np.concatenate((scale, low), axis=2))
+    grouped = vectors.reshape(*vectors.shape[:-1], groups, -1)
+    low, scale = _range(grouped, -1, bits)
+    codes = _codes(grouped, low, scale, bits).reshape(vectors.shape)
+    return QuantizedVectors(codes, bits, token_terms=np.concatenate((scale, low), axis=-1))
 
 
 def channel_magnitudes(vectors: Float32Array) -> Float16Array:
@@ -103,5 +103,9 @@ def _range(numbers: Float32Array, axis: int, bits: int) -> tuple[Float16Array, F
 
 def _codes(numbers: Float32Array, low: Float16Array, scale: Float16Array, bits: int) -> UInt8Array:
     """Return the codes of numbers, given the ranges that they lie in."""
-    steps = (numbers - low.astype(np.float32)) / scale.astype(np.float32)
-    return np.clip(np.rint(steps), 0, 2**bits - 1).astype(np.uint8)
+    steps = numbers - low.astype(np.float32)
+    # In place: fresh memory would take longer than the arithmetic.
+    steps /= scale.astype(np.float32)
+    np.rint(steps, out=steps)
+    np.clip(steps, 0, 2**bits - 1, out=steps)
+    return steps.astype(np.uint8)

@@ -42,7 +42,8 @@ from typing import Self
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.kv.quantized import BITS_PER_CODE, Float16Array, QuantizedBlock
+from midfill.kv.quantized import Float16Array, QuantizedBlock
+from midfill.kv.quantized_layout import BITS_PER_CODE
 from midfill.methods.budget import require
 from midfill.methods.evict.accumulated_attention import (
     BLOCK,

@@ -38,7 +38,8 @@ from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
-from midfill.kv.quantized import CELLS_AT, QuantizedBlocks
+from midfill.kv.quantized import QuantizedBlocks
+from midfill.kv.quantized_layout import CELLS_AT
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import (
     AttentionPlan,

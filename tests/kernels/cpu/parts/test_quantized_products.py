@@ -19,11 +19,11 @@ from midfill.kernels.cpu.parts.quantized import (
 from midfill.kernels.cpu.parts.quantized_products import score_codes, weigh_codes
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kv.quantized import (
-    STREAM_FIELDS,
     QuantizedBlock,
     QuantizedVectors,
     cell_arrays,
 )
+from midfill.kv.quantized_layout import STREAM_FIELDS
 
 ROWS, CELLS = 5, 400
 IN_ORDER = np.arange(SEGMENT, dtype=np.int32)

@@ -7,7 +7,8 @@ alike; KIVI's quantises keys as it quantises values.
 from dataclasses import asdict, replace
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.kv.quantized import BITS_PER_CODE, Float16Array, QuantizedBlock
+from midfill.kv.quantized import Float16Array, QuantizedBlock
+from midfill.kv.quantized_layout import BITS_PER_CODE
 from midfill.methods.budget import require
 from midfill.methods.quantize.kivi import Kivi
 from midfill.methods.quantize.quantizers import quantize_tokens
@@ -37,11 +38,11 @@ class UniformPerToken(ZipCache):
 class KeysPerToken(Kivi):
     """Scales and zeros per token, of keys as of values."""
 
-    def encode(self, keys: Float32Array, values: Float32Array) -> QuantizedBlock:
+    def encode(self, keys: Float32Array, values: Float32Array) -> list[QuantizedBlock]:
         """See ``Kivi.encode``."""
-        return QuantizedBlock.of(
-            quantize_tokens(keys, self.bits, self.value_groups(keys.shape[1])),
-            quantize_tokens(values, self.bits, self.value_groups(keys.shape[1])),
+        groups = self.value_groups(keys.shape[-1])
+        return QuantizedBlock.of_several(
+            quantize_tokens(keys, self.bits, groups), quantize_tokens(values, self.bits, groups)
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array
-from midfill.kv.quantized import BITS_PER_CODE
+from midfill.kv.quantized_layout import BITS_PER_CODE
 from midfill.methods.budget import require
 from midfill.methods.evict.h2o import H2O
 from midfill.methods.quantize import gear, mikv

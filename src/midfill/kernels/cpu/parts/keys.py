@@ -36,7 +36,7 @@ from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.segments import multiply_scales
 from midfill.kernels.cpu.simd import LANES, fma, load, multiply, splat, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
-from midfill.kv.quantized import BLOCK_FIELDS, TOKENS
+from midfill.kv.quantized_layout import BLOCK_FIELDS, TOKENS
 
 BLOCK = BLOCK_ROWS
 """Rows of a query block, times the query heads that share a unit; ``QUERY_BLOCK`` of lists."""

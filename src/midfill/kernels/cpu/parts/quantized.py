@@ -46,7 +46,7 @@ from midfill.kernels.cpu.simd import (
     store_unaligned,
 )
 from midfill.kernels.cpu.softmax import SoftmaxSums
-from midfill.kv.quantized import (
+from midfill.kv.quantized_layout import (
     BITS,
     BYTES_AT,
     CHANNEL_SCALE,

@@ -35,7 +35,14 @@ from midfill.kernels.cpu.parts.quantized_products import (
 from midfill.kernels.cpu.segment_attention import score_keys, softmax_segment, weigh_values
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, empty
 from midfill.kernels.cpu.softmax import SoftmaxSums, merge_rows
-from midfill.kv.quantized import BLOCK_FIELDS, CELLS, CELLS_AT, STREAM_FIELDS, STREAMS, TOKENS
+from midfill.kv.quantized_layout import (
+    BLOCK_FIELDS,
+    CELLS,
+    CELLS_AT,
+    STREAM_FIELDS,
+    STREAMS,
+    TOKENS,
+)
 
 
 @inlined_kernel

@@ -39,7 +39,7 @@ from midfill.kernels.cpu.simd import (
     store,
     sum_lanes,
 )
-from midfill.kv.quantized import BITS, GROUPS, OUTLIERS, RANK
+from midfill.kv.quantized_layout import BITS, GROUPS, OUTLIERS, RANK
 
 _UNIT = 32
 """Numbers that the kernels for 4 bits take at a time."""
