@@ -301,14 +301,15 @@ def _load_terms(
     """
     at = int(fields[BYTES_AT])
     raw, channels, rank, groups = memory.raw, fields[CHANNELS], fields[RANK], fields[GROUPS]
-    _fill(memory.channels, 0, dim, 1.0)
-    _fill(memory.channels, dim, 2 * dim, 0.0)
-    if channels & CHANNEL_SCALE:
-        _copy_halves(source, at, dim, raw, memory.channels, 0)
-        at += dim * _HALF
-    if channels & CHANNEL_ZERO:
-        _copy_halves(source, at, dim, raw, memory.channels, dim)
-        at += dim * _HALF
+    has_both = channels & CHANNEL_SCALE and channels & CHANNEL_ZERO
+    if not has_both:
+        _fill(memory.channels, 0, dim, 1.0)
+        _fill(memory.channels, dim, 2 * dim, 0.0)
+    if channels:  # zeros follow scales, here and there
+        to = 0 if channels & CHANNEL_SCALE else dim
+        length = 2 * dim if has_both else dim
+        _copy_halves(source, at, length, raw, memory.channels, to)
+        at += length * _HALF
     if rank > 0:
         _copy_halves(source, at, rank * dim, raw, memory.basis, 0)
         at += rank * dim * _HALF

@@ -15,7 +15,7 @@ from midfill.kernels.cpu.jit import entry_point, inlined_kernel, kernel, kernel_
 from midfill.kernels.cpu.kv_cache import KVArray, LayerKV
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Int32Array
-from midfill.kernels.cpu.parts.block_bytes import BlockBytes
+from midfill.kernels.cpu.parts.block_bytes import BlockBytes, prefetch_bytes
 from midfill.kernels.cpu.parts.keys import PartKeys, PartScratch
 from midfill.kernels.cpu.parts.quantized import (
     PIECE,
@@ -74,7 +74,7 @@ def _codes_ahead(
     return empty(like)
 
 
-@kernel
+@inlined_kernel
 def _multiply_codes(
     kv: LayerKV, source: BlockBytes, block: Int32Array, first: int, count: int, stride: int,
     shape: SegmentRows, memory: PartScratch, scratch: QuantizedScratch, out: SoftmaxSums,
@@ -156,7 +156,7 @@ def _attend_decoded(
         key, alone = key + count, False
 
 
-@kernel
+@inlined_kernel
 def _attend_codes(
     entries: KVArray, kv: LayerKV, source: BlockBytes, block: Int32Array, first: int, end: int,
     is_first: bool, stride: int, shape: SegmentRows, memory: PartScratch,
@@ -182,6 +182,30 @@ def _attend_codes(
 def _attend_block(entries: Any, *_: Any) -> Any:
     """Add attention over keys of a block to ``out``; arguments as of ``_attend_decoded``."""
     return _attend_decoded if entries.dtype == types.float32 else _attend_codes
+
+
+@kernel
+def _prefetch_following(
+    kv: LayerKV, part: PartKeys, number: int, key: int, target: int, dim: int
+) -> None:
+    """Prefetch the block that holds key ``target``, if it is small: larger ones' codes are
+    prefetched as they are read.
+
+    Args:
+        kv, part, dim: see ``attend_quantized_segment``.
+        number: of a block.
+        key: its first one, at most ``target``.
+        target: see above.
+    """
+    if target >= part.quantized:
+        return
+    tokens = int(part.blocks.table[number * BLOCK_FIELDS + TOKENS])
+    while key + tokens <= target:
+        key, number = key + tokens, number + 1
+        tokens = int(part.blocks.table[number * BLOCK_FIELDS + TOKENS])
+    if tokens <= SEGMENT:
+        source = _block_bytes(kv, part, part.blocks.table[number * BLOCK_FIELDS :], dim)
+        prefetch_bytes(source, 0, 2 * source.filled * source.half_bytes)
 
 
 @entry_point
@@ -219,6 +243,8 @@ def attend_quantized_segment(
         block = part.blocks.table[number * BLOCK_FIELDS :]
         source, tokens = _block_bytes(kv, part, block, dim), int(block[TOKENS])
         key, last = max(start, before), min(end, before + tokens)
+        following = last if last < end else start + stride * SEGMENT
+        _prefetch_following(kv, part, number, before, following, dim)
         _attend_block(
             kv.cache.keys, kv, source, block, key - before, last - before, key == start,
             stride * SEGMENT, shape, memory, scratch, out,

@@ -18,11 +18,13 @@ and a mask per vector of them.
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 
 from midfill.kernels.cpu.bfloat16 import load_pairs
 from midfill.kernels.cpu.int4_segments import quantize_block
-from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type
+from midfill.kernels.cpu.intrinsics import generated
+from midfill.kernels.cpu.jit import inlined_kernel, kernel_by_type
 from midfill.kernels.cpu.kv_cache import KVArray
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
@@ -30,8 +32,10 @@ from midfill.kernels.cpu.parts.quantized import QuantizedScratch
 from midfill.kernels.cpu.segment_attention import score_keys, weigh_values
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.simd import (
+    I32_VECTOR,
     LANES,
     add,
+    f32x16,
     fma,
     load,
     multiply,
@@ -74,17 +78,37 @@ def _load_query(entries: Any, *_: Any) -> Any:
     return _load_paired_query if entries.dtype == types.int16 else _load_float_query
 
 
-@kernel
+def _every_second(first: int) -> Any:
+    """Return a function that takes every second lane of two vectors, from ``first`` on."""
+
+    def take_lanes(context: Any, builder: Any, kinds: Any, low: Any, high: Any) -> Any:
+        lanes = list(range(first, 2 * LANES, 2))
+        return builder.shuffle_vector(low, high, ir.Constant(I32_VECTOR, lanes))
+
+    return generated(f32x16, f32x16, f32x16)(take_lanes)
+
+
+_even_lanes, _odd_lanes = map(_every_second, (0, 1))
+
+
+@inlined_kernel
 def _part_terms(groups: int, count: int, memory: QuantizedScratch) -> None:
     """Write the scales of tokens to coefficients[:256] and their zeros to coefficients[256:]."""
-    terms = memory.coefficients
-    for token in range((count + LANES - 1) // LANES * LANES):
-        seen = groups > 0 and token < count
-        terms[token] = memory.tokens[2 * token] if seen else np.float32(groups == 0)
-        terms[SEGMENT + token] = memory.tokens[2 * token + 1] if seen else np.float32(0.0)
+    terms, tokens = memory.coefficients, memory.tokens
+    for token in range(0, count, LANES):
+        scale, zero = splat(np.float32(1.0)), splat(np.float32(0.0))
+        if groups > 0:
+            low, high = load(tokens, 2 * token), load(tokens, 2 * token + LANES)
+            scale, zero = _even_lanes(low, high), _odd_lanes(low, high)
+        store(terms, token, scale)
+        store(terms, SEGMENT + token, zero)
+    if groups > 0:  # behind the last token there is anything
+        for token in range(count, (count + LANES - 1) // LANES * LANES):
+            terms[token] = np.float32(0.0)
+            terms[SEGMENT + token] = np.float32(0.0)
 
 
-@kernel
+@inlined_kernel
 def _scale_queries(
     entries: KVArray, queries: Float32Array, rows: int, dim: int, memory: QuantizedScratch
 ) -> None:
@@ -112,7 +136,7 @@ def _scale_queries(
         quantize_block(scaled, row * dim, dim, True)
 
 
-@kernel
+@inlined_kernel
 def score_codes(
     entries: KVArray, queries: Float32Array, fields: Int32Array, rows: SegmentRows, keys: KVSpan,
     ahead: KVSpan, panel: Float32Array, memory: QuantizedScratch, scores: Float32Array,
@@ -145,7 +169,7 @@ def score_codes(
             store(scores, at, fma(scale, add(load(scores, at), lifted), rest))
 
 
-@kernel
+@inlined_kernel
 def weigh_codes(
     weights: Float32Array, fields: Int32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan,
     panel: Float32Array, memory: QuantizedScratch, sums: Float32Array,
