@@ -67,7 +67,8 @@ def channel_magnitudes(vectors: Float32Array) -> Float16Array:
     Args:
         vectors: float32 [n, head_dim], n > 0.
     """
-    roots = np.sqrt(np.abs(vectors).max(axis=0)).astype(np.float16)
+    largest = np.maximum(vectors.max(axis=0), -vectors.min(axis=0))
+    roots = np.sqrt(largest).astype(np.float16)
     return np.where(roots > 0, roots, np.float16(1))
 
 
@@ -84,7 +85,7 @@ def quantize_separable(
         bits: per number.
         magnitudes: float16 [head_dim], above 0; see ``channel_magnitudes``.
     """
-    divided = np.divide(vectors, magnitudes, dtype=np.float32)
+    divided = vectors / magnitudes.astype(np.float32)
     return replace(quantize_tokens(divided, bits), channel_scale=magnitudes)
 
 

@@ -10,7 +10,7 @@ from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
-from midfill.kernels.cpu.parts.block_bytes import BlockBytes
+from midfill.kernels.cpu.parts.block_bytes import BlockBytes, are_consecutive
 from midfill.kernels.cpu.parts.quantized import (
     cut_quantized,
     load_nibbles,
@@ -84,7 +84,7 @@ def placed(one: QuantizedVectors, *, scattered: bool) -> tuple[BlockBytes, np.nd
     for array, part in zip((cache.keys, cache.values), parts, strict=True):
         array.reshape(CELLS, dim)[cells] = np.ascontiguousarray(part).view(np.uint16)
     fields = np.array(block.fields[:STREAM_FIELDS], np.int32)
-    return BlockBytes(cache, cells, count, 2 * dim), fields
+    return BlockBytes(cache, cells, count, 2 * dim, are_consecutive(cells, count)), fields
 
 
 def shape(dim: int) -> SegmentRows:

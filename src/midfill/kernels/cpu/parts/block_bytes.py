@@ -22,6 +22,8 @@ from midfill.kernels.cpu.simd import (
     store_unaligned,
 )
 
+_MAX_CHECKED_CELLS = 128
+
 
 def byte_pointer(context: Any, builder: ir.IRBuilder, kind: Any, array: Any, at: Any) -> Any:
     """Return a pointer to byte ``at`` of an array of any type."""
@@ -69,15 +71,32 @@ class BlockBytes(NamedTuple):
         cells: int32, the block's, and what comes after them.
         filled: how many cells it fills.
         half_bytes: of a cell's K, and of its V.
+        is_run: whether its cells are known to follow one another.
     """
 
     cache: KVCache
     cells: Int32Array
     filled: int
     half_bytes: int
+    is_run: bool
 
 
-@kernel
+@inlined_kernel
+def are_consecutive(cells: Int32Array, filled: int) -> bool:
+    """Return whether the first ``filled`` cells are known to follow one another.
+
+    Looked at where there are few, as in a block of 64 tokens: then finding them takes as long as
+    what is done with them.
+    """
+    if filled > _MAX_CHECKED_CELLS:
+        return False
+    matching = 0
+    for cell in range(filled):
+        matching += int(cells[cell] - cells[0] == cell)
+    return matching == filled
+
+
+@inlined_kernel
 def find_run(source: BlockBytes, at: int, count: int) -> tuple[bool, int, int]:
     """Find a byte of a block, and what lies beside it.
 
@@ -85,6 +104,18 @@ def find_run(source: BlockBytes, at: int, count: int) -> tuple[bool, int, int]:
         Whether it lies among values of the cache; at which byte of these, or of the keys; and how
         many of the block's ``count`` bytes from there on follow one another.
     """
+    if not source.is_run:
+        return _find_scattered(source, at, count)
+    limit = source.filled * source.half_bytes
+    in_values = at >= limit
+    inside = at - limit if in_values else at
+    size = min(limit - inside, count)
+    return in_values, int(source.cells[0]) * source.half_bytes + inside, size
+
+
+@kernel
+def _find_scattered(source: BlockBytes, at: int, count: int) -> tuple[bool, int, int]:
+    """Do the same where cells may lie anywhere."""
     half, limit = source.half_bytes, source.filled * source.half_bytes
     in_values = at >= limit
     inside = at - limit if in_values else at
@@ -108,7 +139,7 @@ def _copy_run(array: KVArray, at: int, count: int, out: Float32Array, to: int) -
         _copy_bytes(array, at, out, to, count)
 
 
-@kernel
+@inlined_kernel
 def copy_bytes(source: BlockBytes, at: int, count: int, raw: Float32Array, to: int) -> None:
     """Copy ``count`` bytes of a block, from byte ``at`` on, to byte ``to`` of ``raw``."""
     while count > 0:

@@ -273,7 +273,7 @@ bytes_in = intrinsic(_bytes_in)
 # ---- decoding --------------------------------------------------------------------------------
 
 
-@kernel
+@inlined_kernel
 def _copy_halves(
     source: BlockBytes, at: int, count: int, raw: Float32Array, out: Float32Array, to: int
 ) -> None:
@@ -283,13 +283,23 @@ def _copy_halves(
         store(out, to + i, _load_halves(raw, i * _HALF))
 
 
-@kernel
+@inlined_kernel
 def _fill(out: Float32Array, first: int, end: int, value: float) -> None:
     for i in range(first, end, LANES):
         store(out, i, splat(np.float32(value)))
 
 
 @kernel
+def _load_low_rank(
+    source: BlockBytes, rank: int, basis_at: int, coefficients_at: int, count: int, dim: int,
+    memory: QuantizedScratch,
+) -> None:  # fmt: skip
+    """Load the basis and the coefficients of ``count`` tokens, from bytes of the block on."""
+    _copy_halves(source, basis_at, rank * dim, memory.raw, memory.basis, 0)
+    _copy_halves(source, coefficients_at, count * rank, memory.raw, memory.coefficients, 0)
+
+
+@inlined_kernel
 def _load_terms(
     source: BlockBytes, fields: Int32Array, tokens: int,
     first: int, count: int, dim: int, memory: QuantizedScratch,
@@ -310,18 +320,17 @@ def _load_terms(
         length = 2 * dim if has_both else dim
         _copy_halves(source, at, length, raw, memory.channels, to)
         at += length * _HALF
-    if rank > 0:
-        _copy_halves(source, at, rank * dim, raw, memory.basis, 0)
-        at += rank * dim * _HALF
+    basis_at = at
+    at += int(rank) * dim * _HALF
     if groups > 0:
         width = 2 * groups
         start = at + first * width * _HALF
         _copy_halves(source, start, count * width, raw, memory.tokens, 0)
         at += tokens * width * _HALF
     if rank > 0:
-        start = at + first * rank * _HALF
-        _copy_halves(source, start, count * rank, raw, memory.coefficients, 0)
-        at += tokens * rank * _HALF
+        start = at + first * int(rank) * _HALF
+        _load_low_rank(source, int(rank), basis_at, start, count, dim, memory)
+        at += tokens * int(rank) * _HALF
     return at
 
 
@@ -461,7 +470,7 @@ def replace_number(out: Any, *_: Any) -> Any:
     return _replace_float if out.dtype == types.float32 else _replace_in_vector
 
 
-@kernel
+@inlined_kernel
 def load_codes(
     source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int,
     dim: int, memory: QuantizedScratch, out: Float32Array,
@@ -529,7 +538,7 @@ class Nibbles(NamedTuple):
     base: int
 
 
-@kernel
+@inlined_kernel
 def find_nibbles(
     source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int, dim: int
 ) -> tuple[bool, Nibbles]:
@@ -546,7 +555,7 @@ def find_nibbles(
     return is_found, Nibbles(bytes_in(source.cache.keys), 2 * place)
 
 
-@kernel
+@inlined_kernel
 def load_nibbles(
     source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int, dim: int,
     memory: QuantizedScratch,

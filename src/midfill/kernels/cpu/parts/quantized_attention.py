@@ -15,7 +15,7 @@ from midfill.kernels.cpu.jit import entry_point, inlined_kernel, kernel, kernel_
 from midfill.kernels.cpu.kv_cache import KVArray, LayerKV
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Int32Array
-from midfill.kernels.cpu.parts.block_bytes import BlockBytes, prefetch_bytes
+from midfill.kernels.cpu.parts.block_bytes import BlockBytes, are_consecutive, prefetch_bytes
 from midfill.kernels.cpu.parts.keys import PartKeys, PartScratch
 from midfill.kernels.cpu.parts.quantized import (
     PIECE,
@@ -49,10 +49,12 @@ from midfill.kv.quantized_layout import (
 def _block_bytes(kv: LayerKV, part: PartKeys, block: Int32Array, dim: int) -> BlockBytes:
     """Return where the bytes of a block are, given its row of the table."""
     cells = part.blocks.cells[block[CELLS_AT] :]
-    return BlockBytes(kv.cache, cells, int(block[CELLS]), dim * kv.cache.keys.itemsize)
+    filled = int(block[CELLS])
+    is_run = are_consecutive(cells, filled)
+    return BlockBytes(kv.cache, cells, filled, dim * kv.cache.keys.itemsize, is_run)
 
 
-@kernel
+@inlined_kernel
 def _codes_ahead(
     source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int, like: KVSpan,
     dim: int,
