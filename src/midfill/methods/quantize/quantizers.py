@@ -85,7 +85,7 @@ def quantize_separable(
         bits: per number.
         magnitudes: float16 [head_dim], above 0; see ``channel_magnitudes``.
     """
-    divided = vectors / magnitudes.astype(np.float32)
+    divided = np.divide(vectors, magnitudes.astype(np.float32), dtype=np.float32)
     return replace(quantize_tokens(divided, bits), channel_scale=magnitudes)
 
 
