@@ -29,7 +29,15 @@ from midfill.models.family import ConfigFields, Family
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
-        llama, gemma3, granite, qwen2, qwen2_moe, qwen3, qwen3_moe, starcoder2, mistral,
+        llama,
+        gemma3,
+        granite,
+        qwen2,
+        qwen2_moe,
+        qwen3,
+        qwen3_moe,
+        starcoder2,
+        mistral,
     )
 }
 _BY_MODEL_TYPE = {family.model_type or name: family for name, family in FAMILIES.items()}
