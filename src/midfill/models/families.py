@@ -18,9 +18,9 @@ from midfill.models import (
     llama,
     mistral,
     qwen2,
-    qwen2_moe,
+    qwen2moe,
     qwen3,
-    qwen3_moe,
+    qwen3moe,
     starcoder2,
 )
 from midfill.models.config import ModelConfig, tensor_shapes
@@ -33,9 +33,9 @@ FAMILIES: Mapping[str, Family] = {
         gemma3,
         granite,
         qwen2,
-        qwen2_moe,
+        qwen2moe,
         qwen3,
-        qwen3_moe,
+        qwen3moe,
         starcoder2,
         mistral,
     )
