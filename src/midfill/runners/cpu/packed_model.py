@@ -114,13 +114,22 @@ class PackedModel:
         }  # fmt: skip
         if len(weights.down.panels) == 0:
             return matrices
-        return matrices | gate | {"up": weights.gate_up.up, "down": weights.down}
+        mlp = gate | {"up": weights.gate_up.up, "down": weights.down}
+        if self.experts is not None:  # the panels of a dense layer stand for those of others, too
+            mlp = {name: _without_repeats(matrix) for name, matrix in mlp.items()}
+        return matrices | mlp
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied embedding counts once."""
         arrays = {id(array): array for array in _arrays((self.weights, self.experts or ()))}
         return sum(array.nbytes for array in arrays.values())
+
+
+def _without_repeats(matrix: LinearWeights) -> LinearWeights:
+    """Return a matrix each of whose panels is listed once."""
+    first = np.unique(matrix.panels[:, 0], return_index=True)[1]
+    return matrix._replace(panels=matrix.panels[np.sort(first)])
 
 
 class TensorSource(Protocol):
