@@ -8,7 +8,7 @@ from midfill.arrays import Float32Array
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
 
-_LAYER_MATRICES = ("qkv", "o", "gate", "up", "down")
+_LAYER_MATRICES = ("qkv", "o", "gate", "up", "down")  # of a model without experts
 
 
 class Work(msgspec.Struct, kw_only=True):

@@ -26,6 +26,7 @@ from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError, OptionError
 from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
+from midfill.models.config import Experts
 from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file
 from midfill.system.machine import format_size
@@ -39,7 +40,8 @@ _BYTES_PER_WEIGHT = 5
 class Shape:
     """A Llama model's dimensions, the embedding tied to the output head.
 
-    ``k_quants`` stores it as Q4_K_M instead of Q4_0; all widths are multiples of 256 then.
+    With ``experts``, it is a Qwen3-MoE with a head of its own. ``k_quants`` stores it as Q4_K_M
+    instead of Q4_0; all widths are multiples of 256 then.
     """
 
     layers: int
@@ -52,6 +54,7 @@ class Shape:
     context: int
     rope_base: float
     k_quants: bool = False
+    experts: Experts | None = None
 
     @property
     def weights(self) -> int:
@@ -81,39 +84,58 @@ _7B = Shape(
     context=32_768,
     rope_base=1e6,
 )
-# Qwen2.5's, without the biases of Q, K and V, and with tied embeddings.
+_30B_A3B = Shape(
+    layers=48,
+    hidden=2048,
+    query_heads=32,
+    kv_heads=4,
+    head_dim=128,
+    ffn=6144,
+    vocab=151_936,
+    context=32_768,
+    rope_base=1e7,
+    experts=Experts(count=128, per_token=8, ffn=768, normalised=True),
+)
+# Qwen3-Coder-30B-A3B's, and Qwen2.5's, without the biases of Q, K and V, and with tied embeddings.
 SHAPES: Mapping[str, Shape] = {
     "1.5b": _1_5B,
     "1.5b-q4_k_m": replace(_1_5B, k_quants=True),
     "7b": _7B,
     "7b-q4_k_m": replace(_7B, k_quants=True),
+    "30b-a3b": _30B_A3B,
+    "30b-a3b-q4_k_m": replace(_30B_A3B, k_quants=True),
 }
 
 
-def random_model(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
+def random_model(
+    name: str, progress: Callable[[str], None] = lambda _: None, layers: int | None = None
+) -> Path:
     """Return the GGUF file of a shape with random weights, written into the cache folder once.
 
     Args:
         name: one of ``SHAPES``.
         progress: receives what is being written.
+        layers: so many layers instead of the shape's own.
 
     Raises:
         MidfillError: no such shape, too little disk space, or the file can't be written.
     """
     if name not in SHAPES:
         raise OptionError(f"there is no shape {name}; there are {', '.join(SHAPES)}")
-    path = cache_folder() / "peers" / f"random-{name}.gguf"
+    shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
+    cut = "" if layers is None else f"-{layers}-layers"
+    path = cache_folder() / "peers" / f"random-{name}{cut}.gguf"
     if path.is_file():
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        needed = SHAPES[name].weights * _BYTES_PER_WEIGHT
+        needed = shape.weights * _BYTES_PER_WEIGHT
         if shutil.disk_usage(path.parent).free < needed:
             raise MidfillError(
                 f"shape {name} needs {format_size(needed)} of disk space in {path.parent}"
             )
         with replacing_file(path) as temporary:
-            write_random_model(SHAPES[name], GgufFile(resolve(DEFAULT_MODEL)), temporary, progress)
+            write_random_model(shape, GgufFile(resolve(DEFAULT_MODEL)), temporary, progress)
     except OSError as error:
         raise MidfillError(f"{path} can't be written: {error.strerror}") from None
     return path
@@ -134,14 +156,21 @@ def write_random_model(
     Raises:
         MidfillError: the tokenizer has more tokens than the shape's vocabulary.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama" if shape.experts is None else "qwen3moe")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.query_heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.head_dim)
+    if shape.experts is None:
+        writer.add_rope_dimension_count(shape.head_dim)
+    else:
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+        writer.add_expert_count(shape.experts.count)
+        writer.add_expert_used_count(shape.experts.per_token)
+        writer.add_expert_feed_forward_length(shape.experts.ffn)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(shape.vocab)
@@ -160,7 +189,7 @@ def write_random_model(
     random = np.random.default_rng(0)
     for number, (name, (dimensions, kind)) in enumerate(tensors.items()):
         progress(f"random weights: tensor {number + 1} of {len(tensors)}")
-        mask = ordinary if name == "token_embd.weight" else None
+        mask = ordinary if name in ("token_embd.weight", "output.weight") else None
         writer.write_tensor_data(np.concatenate(list(_draw(dimensions, kind, random, mask))))
     writer.close()
 
@@ -204,6 +233,8 @@ def _tensors(shape: Shape) -> dict[str, tuple[tuple[int, ...], GGMLQuantizationT
         "token_embd.weight": ((shape.vocab, shape.hidden), embedding),
         "output_norm.weight": ((shape.hidden,), norm),
     }
+    if shape.experts is not None:
+        tensors["output.weight"] = ((shape.vocab, shape.hidden), more)
     for layer in range(shape.layers):
         precise = more if _has_more_bits(layer, shape.layers) else usual
         tensors |= {
@@ -213,9 +244,21 @@ def _tensors(shape: Shape) -> dict[str, tuple[tuple[int, ...], GGMLQuantizationT
             f"blk.{layer}.attn_v.weight": ((key, shape.hidden), precise),
             f"blk.{layer}.attn_output.weight": ((shape.hidden, query), usual),
             f"blk.{layer}.ffn_norm.weight": ((shape.hidden,), norm),
-            f"blk.{layer}.ffn_gate.weight": ((shape.ffn, shape.hidden), usual),
-            f"blk.{layer}.ffn_up.weight": ((shape.ffn, shape.hidden), usual),
-            f"blk.{layer}.ffn_down.weight": ((shape.hidden, shape.ffn), precise),
+        }
+        experts, end = shape.experts, ""
+        stack: tuple[int, ...] = ()
+        ffn = shape.ffn if experts is None else experts.ffn
+        if experts is not None:
+            stack, end = (experts.count,), "_exps"
+            tensors |= {
+                f"blk.{layer}.attn_q_norm.weight": ((shape.head_dim,), norm),
+                f"blk.{layer}.attn_k_norm.weight": ((shape.head_dim,), norm),
+                f"blk.{layer}.ffn_gate_inp.weight": ((experts.count, shape.hidden), norm),
+            }
+        tensors |= {
+            f"blk.{layer}.ffn_gate{end}.weight": ((*stack, ffn, shape.hidden), usual),
+            f"blk.{layer}.ffn_up{end}.weight": ((*stack, ffn, shape.hidden), usual),
+            f"blk.{layer}.ffn_down{end}.weight": ((*stack, shape.hidden, ffn), precise),
         }
     return tensors
 
@@ -232,15 +275,20 @@ def _draw(
     random: np.random.Generator,
     mask: npt.NDArray[np.bool_] | None,
 ) -> Iterator[npt.NDArray[np.generic]]:
-    """Rows of a tensor as they are stored: norms are 1, quants uniform with deviation 0.02.
+    """Rows of a tensor as they are stored: norms are 1, others uniform with deviation 0.02.
 
     Args:
         mask: bool [rows]: where False, a row is zero.
     """
     if kind is GGMLQuantizationType.F32:
-        yield np.ones(dimensions, np.float32)
+        if len(dimensions) == 1:
+            yield np.ones(dimensions, np.float32)
+        else:  # a router's
+            yield (random.random(dimensions, np.float32) - np.float32(0.5)) * np.float32(
+                0.02 * 12**0.5
+            )
         return
-    rows, columns = dimensions
+    rows, columns = math.prod(dimensions[:-1]), dimensions[-1]
     block, size = GGML_QUANT_SIZES[kind]
     for start in range(0, rows, _MAX_ROWS):
         count = min(_MAX_ROWS, rows - start)
@@ -296,9 +344,13 @@ ShapeArgument = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), and both as"
-        " 1.5b-q4_k_m and 7b-q4_k_m.",
+        help="1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), 30b-a3b (17 GB), and"
+        " all as 1.5b-q4_k_m, 7b-q4_k_m and 30b-a3b-q4_k_m.",
     ),
+]
+LayersOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Write so many layers instead of the shape's own."),
 ]
 
 
@@ -315,8 +367,8 @@ def model_or_shape(
     return str(random_model(shape, progress)) if shape else model or DEFAULT_MODEL
 
 
-def shape(name: ShapeArgument) -> None:
+def shape(name: ShapeArgument, layers: LayersOption = None) -> None:
     """Write a model of a shape with random weights into the cache folder once; print its path."""
     with show_steps("preparing") as progress:
-        path = random_model(name, progress)
+        path = random_model(name, progress, layers)
     typer.echo(path)

@@ -46,6 +46,10 @@ TESTED_THROUGH = {
         "engine/step/step_commit",
     ),
     "frontend/test_chat.py": ("frontend/template_worker",),
+    "kernels/cpu/experts/test_mixture.py": (
+        "kernels/cpu/experts/routing",
+        "runners/cpu/expert_memory",
+    ),
     "kernels/cpu/test_kv_cache.py": ("kernels/cpu/bfloat16", "kernels/cpu/halves"),
     "kernels/cpu/test_linear.py": (
         "kernels/cpu/dots",

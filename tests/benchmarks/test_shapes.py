@@ -11,6 +11,7 @@ from benchmarks.shapes import Shape, random_model, write_random_model
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.config import Experts
 from midfill_lab.bench.peers.measure import Programs, compare_peers
 from midfill_lab.bench.peers.results import PeersOptions
 from midfill_lab.bench.peers.servers import ComparedModel, open_compared
@@ -75,6 +76,21 @@ class TestRandomModels:
         for tensor in down[:2]:
             assert tensor.to_float32().std() == pytest.approx(0.02, rel=0.05)
             assert abs(tensor.to_float32().mean()) < 0.001
+
+    def test_experts_are_those_of_a_qwen3_moe(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        experts = Experts(count=6, per_token=2, ffn=32, normalised=True)
+        shape = replace(SHAPE, experts=experts)
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "experts.gguf")
+        checkpoint = open_checkpoint(tmp_path / "experts.gguf")
+        assert checkpoint.config.experts == experts
+        assert checkpoint.config.qk_norm
+        assert not checkpoint.config.tied_embeddings
+        for name in ("experts.5.down", "router"):
+            weights = checkpoint.tensor(f"layers.1.{name}.weight").to_float32()
+            assert weights.std() == pytest.approx(0.02, rel=0.1)
 
     def test_the_tokenizer_is_the_other_models(
         self, random_gguf: Path, gguf_model: ComparedModel

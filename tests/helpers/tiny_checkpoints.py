@@ -59,6 +59,20 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
     },
     "qwen2": _HEADS_OF_HIDDEN | {"tie_word_embeddings": True},
     "qwen3": _WIDE_HEADS,
+    "qwen2moe": _HEADS_OF_HIDDEN
+    | {
+        "num_experts": 10,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 96,
+    },
+    "qwen3moe": _WIDE_HEADS
+    | {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
     "starcoder2": _HEADS_OF_HIDDEN
     | {"sliding_window": 40, "tie_word_embeddings": True, "bos_token_id": 0},
     "mistral": _WIDE_HEADS | {"sliding_window": 24},
@@ -72,7 +86,7 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text"}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """Families that have another name in transformers."""
 
 
@@ -125,6 +139,11 @@ VARIANTS: Mapping[str, Variant] = {
     "starcoder2": Variant("starcoder2"),
     "mistral": Variant("mistral"),
     "gemma3": Variant("gemma3"),
+    "qwen2moe": Variant("qwen2moe"),
+    "qwen3moe": Variant("qwen3moe"),
+    "qwen3moe-dense-layers": Variant(
+        "qwen3moe", {"mlp_only_layers": [1], "norm_topk_prob": False, "num_experts_per_tok": 8}
+    ),
 }
 """Every architecture and switch midfill supports, for parametrised tests."""
 

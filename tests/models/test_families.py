@@ -258,6 +258,12 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
         values["attention.sliding_window_pattern"] = flags
     if config.local_rope_theta is not None:
         values["rope.freq_base_swa"] = config.local_rope_theta
+    if config.experts is not None:
+        values["expert_count"] = config.experts.count
+        values["expert_used_count"] = config.experts.per_token
+        values["expert_feed_forward_length"] = config.experts.ffn
+        values["expert_weights_norm"] = config.experts.normalised
+        values["expert_shared_feed_forward_length"] = config.experts.shared_ffn
     if config.family == "granite":
         values["embedding_scale"] = config.embedding_multiplier
         values["residual_scale"] = config.residual_multiplier

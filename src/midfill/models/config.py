@@ -41,6 +41,31 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The MLP of a mixture of experts: a router chooses a few of them for each token.
+
+    The probabilities of all experts are the softmax of the router's outputs. The outputs of those
+    chosen are added up, each times its probability.
+
+    Attributes:
+        count: how many there are.
+        per_token: how many of them a token is sent to.
+        ffn: inner size of each one.
+        normalised: whether the probabilities of those chosen are scaled to a sum of 1.
+        shared_ffn: inner size of a further expert, which all tokens are sent to, times the sigmoid
+            of a number of its own; 0 where there is none.
+        dense_layers: layers with one MLP of ``ModelConfig.ffn`` instead.
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    normalised: bool
+    shared_ffn: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder with grouped-query attention and rotary positions.
 
@@ -63,6 +88,7 @@ class ModelConfig:
         windowed_layers: the layers that use the window; None for every layer if there is a window.
         embedding_multiplier, residual_multiplier, logits_divisor: Granite's scalars.
         attention_scale: factor of q.k; None for head_dim ** -0.5.
+        experts: the mixtures of experts that stand in the place of MLPs; None for dense models.
         eos_token_ids, bos_token_id: as stated by the checkpoint.
     """
 
@@ -94,6 +120,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     attention_scale: float | None = None
+    experts: Experts | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -107,6 +134,17 @@ class ModelConfig:
         if self.windowed_layers is not None and layer not in self.windowed_layers:
             return None
         return self.sliding_window
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the mixture of experts of one layer, None where it has a single MLP."""
+        if self.experts is None or layer in self.experts.dense_layers:
+            return None
+        return self.experts
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with a mixture of experts."""
+        return tuple(i for i in range(self.layers) if self.experts_of(i) is not None)
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer's rotary embedding has the base of windowed layers."""
@@ -124,7 +162,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab, config.hidden)}
     for layer in range(config.layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in _layer_shapes(config, layer).items():
             shapes[f"layers.{layer}.{name}"] = shape
     shapes.update(_norm_shapes(config, "final_norm"))
     if not config.tied_embeddings:
@@ -132,7 +170,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     query = config.query_heads * config.head_dim
     key = config.kv_heads * config.head_dim
     shapes = {
@@ -142,16 +180,37 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
         **_linear_shapes("v", key, config.hidden, config.qkv_bias),
         **_linear_shapes("o", config.hidden, query, config.output_bias),
         **_norm_shapes(config, "mlp_norm"),
-        **_linear_shapes("up", config.ffn, config.hidden, config.mlp_bias),
-        **_linear_shapes("down", config.hidden, config.ffn, config.mlp_bias),
     }
-    if config.gated_mlp:
-        shapes.update(_linear_shapes("gate", config.ffn, config.hidden, config.mlp_bias))
+    experts = config.experts_of(layer)
+    if experts is None:
+        shapes.update(_mlp_shapes(config, "", config.ffn))
+    else:
+        shapes.update(_expert_shapes(config, experts))
     if config.post_norms:
         shapes.update(_norm_shapes(config, "attn_post_norm"))
         shapes.update(_norm_shapes(config, "mlp_post_norm"))
     if config.qk_norm:
         shapes["q_norm.weight"] = shapes["k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def _mlp_shapes(config: ModelConfig, prefix: str, ffn: int) -> dict[str, Shape]:
+    shapes = {
+        **_linear_shapes(f"{prefix}up", ffn, config.hidden, config.mlp_bias),
+        **_linear_shapes(f"{prefix}down", config.hidden, ffn, config.mlp_bias),
+    }
+    if config.gated_mlp:
+        shapes.update(_linear_shapes(f"{prefix}gate", ffn, config.hidden, config.mlp_bias))
+    return shapes
+
+
+def _expert_shapes(config: ModelConfig, experts: Experts) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {"router.weight": (experts.count, config.hidden)}
+    for expert in range(experts.count):
+        shapes.update(_mlp_shapes(config, f"experts.{expert}.", experts.ffn))
+    if experts.shared_ffn:
+        shapes["shared_router.weight"] = (1, config.hidden)
+        shapes.update(_mlp_shapes(config, "shared.", experts.shared_ffn))
     return shapes
 
 

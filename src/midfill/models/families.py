@@ -18,7 +18,9 @@ from midfill.models import (
     llama,
     mistral,
     qwen2,
+    qwen2moe,
     qwen3,
+    qwen3moe,
     starcoder2,
 )
 from midfill.models.config import ModelConfig, tensor_shapes
@@ -26,7 +28,17 @@ from midfill.models.family import ConfigFields, Family
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, gemma3, granite, qwen2, qwen3, starcoder2, mistral)
+    for module in (
+        llama,
+        gemma3,
+        granite,
+        qwen2,
+        qwen2moe,
+        qwen3,
+        qwen3moe,
+        starcoder2,
+        mistral,
+    )
 }
 _BY_MODEL_TYPE = {family.model_type or name: family for name, family in FAMILIES.items()}
 
@@ -89,11 +101,18 @@ def huggingface_names(config: ModelConfig) -> dict[str, str]:
     for name in tensor_shapes(config):
         head, leaf = name.rsplit(".", 1)
         if head.startswith("layers."):
-            _, layer, module = head.split(".")
-            names[name] = f"model.layers.{layer}.{modules[module]}.{leaf}"
+            _, layer, module = head.split(".", 2)
+            names[name] = f"model.layers.{layer}.{_their_module(modules, module)}.{leaf}"
         else:
             names[name] = f"{modules[head]}.{leaf}"
     return names
+
+
+def _their_module(modules: Mapping[str, str], module: str) -> str:
+    if not module.startswith("experts."):
+        return modules[module]
+    _, expert, part = module.split(".")
+    return modules[f"experts.{part}"].format(expert=expert)
 
 
 def _checked(config: ModelConfig, source: str) -> ModelConfig:
@@ -105,6 +124,11 @@ def _checked(config: ModelConfig, source: str) -> ModelConfig:
     if config.head_dim % 2:
         raise CheckpointError(
             f"{source}: a head dimension of {config.head_dim} has no rotary halves; it must be even"
+        )
+    experts = config.experts
+    if experts is not None and experts.per_token > experts.count:
+        raise CheckpointError(
+            f"{source}: a token can't be sent to {experts.per_token} of {experts.count} experts"
         )
     if min(config.rope_theta, config.local_rope_theta or 1.0) <= 0 or config.norm_epsilon < 0:
         raise CheckpointError(

@@ -103,6 +103,18 @@ class ConfigFields:
                 raise self._wrong(key, "a token id or a list of them", value)
         return tuple(int(item) for item in items)
 
+    def whole_numbers(self, key: str) -> tuple[int, ...]:
+        """Return a list of numbers of at least 0; empty if the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self._wrong(key, "a list of whole numbers", value)
+        for item in value:
+            if isinstance(item, bool) or not isinstance(item, Integral) or item < 0:
+                raise self._wrong(key, "a list of whole numbers", value)
+        return tuple(int(item) for item in value)
+
     def table(self, key: str) -> Mapping[str, object]:
         """Return a nested mapping; empty if the key is missing."""
         value = self.get(key)
@@ -149,7 +161,8 @@ class Family:
         model_type: its name in a config.json, if that is another.
         norm_offset: what is added to the norm weights of Hugging Face files.
         huggingface_modules: canonical module name without "layers.{i}." -> Hugging Face's name
-            without "model.layers.{i}.".
+            without "model.layers.{i}."; an expert's number is left out of the canonical name, and
+            is "{expert}" in the other.
         from_gguf: reads GGUF metadata (keys below "{name}.") and the shapes by canonical name;
             None if GGUF has no architecture of this name.
         gguf_interleaved_rotary: whether GGUF files store the rows of q and k (weights and biases)
@@ -183,3 +196,12 @@ LLAMA_MODULES: Mapping[str, str] = {
     "lm_head": "lm_head",
 }
 """Llama's module names in transformers; most families share them."""
+
+EXPERT_MODULES: Mapping[str, str] = {
+    **LLAMA_MODULES,
+    "router": "mlp.gate",
+    **{f"experts.{part}": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
+    "shared_router": "mlp.shared_expert_gate",
+    **{f"shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+"""The same with the mixtures of experts that Qwen introduced."""

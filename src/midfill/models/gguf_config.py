@@ -6,7 +6,7 @@ Keys and their meaning: the GGUF specification in ggml's docs/gguf.md.
 import math
 from collections.abc import Mapping
 
-from midfill.models.config import ModelConfig, RopeScaling
+from midfill.models.config import Experts, ModelConfig, RopeScaling
 from midfill.models.family import ConfigFields, Shapes
 
 SOURCE = "GGUF metadata"
@@ -19,6 +19,7 @@ def read_decoder(
     *,
     epsilon_key: str = "attention.layer_norm_rms_epsilon",
     full_every: int = 0,
+    experts: Experts | None = None,
 ) -> ModelConfig:
     """Read the part that all architectures write alike.
 
@@ -32,12 +33,13 @@ def read_decoder(
         epsilon_key: key of the norm's epsilon.
         full_every: every so many layers one sees everything, where the file names no layers; 0
             windows all layers or none.
+        experts: from ``read_experts``, for families that have any.
 
     Raises:
         CheckpointError: a key is missing, malformed or asks for something unsupported.
     """
-    if fields.integer("expert_count", 0) > 0:
-        raise fields.error("mixture-of-experts models are not supported")
+    if experts is None and fields.integer("expert_count", 0) > 0:
+        raise fields.error("mixture-of-experts models of this architecture are not supported")
     if "embed.weight" not in shapes:
         raise fields.error("the file holds no token embedding (tensor token_embd.weight)")
     hidden = fields.size("embedding_length")
@@ -67,6 +69,34 @@ def read_decoder(
         rope_scaling=scaling,
         sliding_window=window,
         windowed_layers=windowed,
+        experts=experts,
+    )
+
+
+def read_experts(fields: ConfigFields, shapes: Shapes, *, normalised: bool) -> Experts:
+    """Read the mixtures of experts; a layer whose tensors are those of one MLP has none.
+
+    Args:
+        fields: the keys below the architecture's prefix.
+        shapes: canonical name -> shape of all tensors.
+        normalised: ``Experts.normalised``, where the file doesn't say.
+
+    Raises:
+        CheckpointError: a key is missing or malformed.
+    """
+    per_token = fields.size("expert_used_count")
+    up = [(name.split("."), shape) for name, shape in shapes.items() if name.endswith("up.weight")]
+    shared = max((shape[0] for parts, shape in up if parts[2] == "shared"), default=0)
+    return Experts(
+        count=fields.size("expert_count"),
+        per_token=per_token,
+        # llama.cpp assumes the same where the key is missing.
+        ffn=fields.size(
+            "expert_feed_forward_length", fields.size("feed_forward_length") // per_token
+        ),
+        normalised=fields.flag("expert_weights_norm", normalised),
+        shared_ffn=fields.integer("expert_shared_feed_forward_length", shared),
+        dense_layers=tuple(sorted(int(parts[1]) for parts, _ in up if parts[2] == "up")),
     )
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from midfill.models.config import Activation, ModelConfig, RopeScaling, RopeScalingKind
+from midfill.models.config import Activation, Experts, ModelConfig, RopeScaling, RopeScalingKind
 from midfill.models.family import ConfigFields
 
 SOURCE = "config.json"
+_MAX_LAYERS = 10_000
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names of the kinds of layers."""
 
@@ -101,6 +102,41 @@ def read_windowed_layers(fields: ConfigFields, layers: int) -> tuple[int, ...] |
     if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
         raise fields.error(f"'layer_types' must name {FULL} or {SLIDING} for every layer")
     return tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
+
+
+def read_experts(
+    fields: ConfigFields, layers: int, *, per_token: int, shared_ffn: int = 0
+) -> Experts | None:
+    """Read the mixtures of experts as Qwen states them; None if no layer has one.
+
+    Args:
+        fields: the content of config.json.
+        layers: of the model.
+        per_token: experts per token, where the file doesn't say.
+        shared_ffn: inner size of the shared expert.
+
+    Raises:
+        CheckpointError: a field is missing or malformed.
+    """
+    count = fields.integer("num_local_experts", fields.integer("num_experts", 0))
+    every = fields.size("decoder_sparse_step", 1)
+    listed = fields.whole_numbers("mlp_only_layers")
+    if every == 1:
+        dense = tuple(sorted({layer for layer in listed if layer < layers}))
+    elif layers <= _MAX_LAYERS:
+        dense = tuple(i for i in range(layers) if i in listed or (i + 1) % every)
+    else:
+        raise fields.error(f"'num_hidden_layers' must be at most {_MAX_LAYERS}, not {layers}")
+    if count <= 0 or len(dense) == layers:
+        return None
+    return Experts(
+        count=count,
+        per_token=fields.size("num_experts_per_tok", per_token),
+        ffn=fields.size("moe_intermediate_size"),
+        normalised=fields.flag("norm_topk_prob", False),
+        shared_ffn=shared_ffn,
+        dense_layers=dense,
+    )
 
 
 def _reject_unsupported(fields: ConfigFields) -> None:

@@ -17,7 +17,7 @@ from midfill.config import FimTokens
 from midfill.errors import CheckpointError, MidfillError, ModelNotFoundError
 from midfill.models.checkpoints.adapter import WEIGHTS_FILE, AdapterRecord, load_adapter
 from midfill.models.checkpoints.lora_merge import update_matrix
-from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint, open_model
 
 LAYERS, HIDDEN, FFN = 3, 64, 160
 Q_DOWN = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -277,6 +277,21 @@ def test_a_lora_on_a_tied_head_or_the_embedding(tmp_path: Path) -> None:
     embedding = {name.replace("lm_head", "model.embed_tokens"): t for name, t in head.items()}
     edit_tensors(folder, lambda tensors: tensors | embedding)
     assert "is a LoRA on the embedding" in refusal(tied, folder)
+
+
+def test_an_expert_is_a_module_like_any_other(tmp_path: Path) -> None:
+    base = write_variant("qwen3moe", tmp_path / "base")
+    folder = write_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    module = "base_model.model.model.layers.0.mlp.experts.3.up_proj"
+    halves = {"lora_A": torch.ones(4, HIDDEN), "lora_B": torch.ones(96, 4)}
+
+    added = {f"{module}.{side}.weight": half for side, half in halves.items()}
+    edit_tensors(folder, lambda tensors: tensors | added)
+    plain, adapted = open_checkpoint(base), open_model(base, folder)
+    for expert, change in ((3, 8.0), (2, 0.0)):
+        name = f"layers.0.experts.{expert}.up.weight"
+        before, after = (each.tensor(name).to_float32() for each in (plain, adapted))
+        np.testing.assert_allclose(after - before, change, atol=1e-5)
 
 
 def test_missing_or_broken_files_are_named(base: Path, folder: Path, tmp_path: Path) -> None:

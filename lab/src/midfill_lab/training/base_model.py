@@ -61,7 +61,7 @@ def transformers_config(config: ModelConfig) -> Any:
     """
     from transformers import AutoConfig
 
-    if config.post_norms:
+    if config.post_norms or config.experts is not None:
         raise MidfillError(f"models of the family {config.family} can't be trained here yet")
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,

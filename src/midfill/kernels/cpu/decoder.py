@@ -66,7 +66,8 @@ MAX_SOLO_ROWS = 4
 class _Part(NamedTuple):
     """What to compute between two attentions: a layer's end, and the next one's start."""
 
-    finish: bool
+    output: bool
+    mlp: bool
     project: bool
 
 
@@ -275,14 +276,40 @@ def _mlp_block(
 
 
 @kernel
+def _has_experts(config: DecoderConfig, layer: int, workspace: Workspace) -> bool:
+    """Return whether a layer's MLP is a mixture of experts."""
+    if config.mix_experts == 0:
+        return False
+    return workspace.experts[len(workspace.experts) - config.layers + layer] >= 0
+
+
+@kernel
+def _mix_experts(
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, layer: int, rows: int,
+    hidden: Float32Array, workspace: Workspace,
+) -> None:  # fmt: skip
+    """hidden += a mixture of experts of norm(hidden); all threads share all rows."""
+    start = _norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
+    call_kernel(
+        config.mix_experts,
+        (
+            context, config, layer, rows, workspace.normed, start, hidden, workspace.gated,
+            _tiling(workspace, context, GATE_UP_TILES), _tiling(workspace, context, DOWN_TILES),
+            workspace.experts,
+        ),
+    )  # fmt: skip
+
+
+@kernel
 def _between_attentions(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
     layer: int, part: _Part, batch: Batch, hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """Compute what follows a layer's attention, up to that of the next layer."""
-    if part.finish:
-        rows = len(batch.token_ids)
+    rows = len(batch.token_ids)
+    if part.output:
         _output_block(context, config, weights, layer, rows, hidden, workspace)
+    if part.mlp:
         _mlp_block(context, config, weights, layer, rows, hidden, workspace)
     if part.project:
         _project_block(context, config, weights, cache, layer + 1, batch, hidden, workspace)
@@ -387,13 +414,20 @@ def _forward(
             )  # fmt: skip
         end_phase(context, EMBED)
     if not stages.projected and (first < end or stages.project):
-        start = _Part(False, True)
+        start = _Part(False, False, True)
         _run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
     for layer in range(first, end):
         parts = stages.attend_parts
         _attend(context, config, weights, cache, layer, batch, workspace, parts)
-        part = _Part(True, layer + 1 < end or stages.project)
+        follows = layer + 1 < end or stages.project
+        mixed = _has_experts(config, layer, workspace)
+        part = _Part(True, not mixed, not mixed and follows)
         _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
+        if mixed:
+            _mix_experts(context, config, weights, layer, rows, hidden, workspace)
+            if follows:
+                part = _Part(False, False, True)
+                _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
         _compute_logits(context, config, weights, batch, hidden, workspace)
 

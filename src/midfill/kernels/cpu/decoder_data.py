@@ -16,6 +16,7 @@ class DecoderConfig(NamedTuple):
 
     Attributes:
         linear, gated_linear: addresses of these kernels (calls.py).
+        mix_experts: address of that kernel; 0 where no layer has a mixture of experts.
     """
 
     layers: int
@@ -31,6 +32,7 @@ class DecoderConfig(NamedTuple):
     logits_multiplier: float
     linear: int = 0
     gated_linear: int = 0
+    mix_experts: int = 0
 
 
 class DecoderWeights(NamedTuple):
@@ -109,6 +111,7 @@ class Workspace(NamedTuple):
         clock: int64 [threads, 16], see clock.py.
         tile_rows: uint8 [matrices, 49], see tiles.py.
         alone: int64 [threads, ALONE_SYNC], see row_blocks.py.
+        experts: int64: what mixtures of experts take, see experts/table.py; empty without them.
     """
 
     normed: Activations
@@ -127,6 +130,7 @@ class Workspace(NamedTuple):
     clock: Int64Array
     tile_rows: Uint8Array
     alone: Int64Array
+    experts: Int64Array
 
 
 class Stages(NamedTuple):

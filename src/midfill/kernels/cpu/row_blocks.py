@@ -85,5 +85,5 @@ def workspace_part(
         projected, workspace.logits, workspace.maxima, workspace.argmax,
         workspace.products[thread : thread + 1], workspace.attention, workspace.cells,
         workspace.observed, workspace.partials, workspace.clock, workspace.tile_rows,
-        workspace.alone,
+        workspace.alone, workspace.experts,
     )  # fmt: skip

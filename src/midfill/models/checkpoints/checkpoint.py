@@ -7,6 +7,11 @@ Canonical names (weights are [out_features, in_features], rotary halves in NEOX 
     layers.{i}.{attn_post_norm,mlp_post_norm}.weight (of what is added to the hidden rows)
     layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight
     layers.{i}.{gate,up,down}.weight|bias   (no gate when the MLP is not gated)
+
+and in the place of the last line, where a layer has a mixture of experts:
+
+    layers.{i}.router.weight                layers.{i}.experts.{e}.{gate,up,down}.weight
+    layers.{i}.shared_router.weight         layers.{i}.shared.{gate,up,down}.weight
 """
 
 import hashlib
@@ -171,15 +176,21 @@ def digest_tensors(tensors: Iterable[StoredTensor]) -> str:
 
 
 def check_layers(config: ModelConfig, tensors: int, source: object) -> None:
-    """Check that there are enough tensors for the layers, before all their names are built.
+    """Check that there are enough tensors for layers and experts, before all names are built.
 
     Raises:
-        CheckpointError: there are fewer tensors than layers.
+        CheckpointError: there are fewer tensors than layers, or than experts in all layers.
     """
     if tensors < config.layers:
         raise CheckpointError(
             f"{source}: {tensors} tensors are too few for the {config.layers} layers that the "
             "model's configuration asks for"
+        )
+    experts, mixed = config.experts, len(config.expert_layers)
+    if experts is not None and tensors < experts.count * mixed:
+        raise CheckpointError(
+            f"{source}: {tensors} tensors are too few for the {experts.count} experts in each of "
+            f"{mixed} layers that the model's configuration asks for"
         )
 
 

@@ -63,12 +63,35 @@ _LAYER_NAMES = {
     "ffn_gate": "gate",
     "ffn_up": "up",
     "ffn_down": "down",
+    "ffn_gate_inp": "router",
+    "ffn_gate_inp_shexp": "shared_router",
+    "ffn_gate_shexp": "shared.gate",
+    "ffn_up_shexp": "shared.up",
+    "ffn_down_shexp": "shared.down",
 }
+_STACKED_NAMES = {f"ffn_{part}_exps": part for part in ("gate", "up", "down")}
+"""Matrices of all experts of a layer, one after the other: [experts, out, in]."""
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|bias)")
+_STACKED = re.compile(rf"blk\.(?P<layer>\d+)\.(?P<module>{'|'.join(_STACKED_NAMES)})\.weight")
 _ROPE_FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 _MAX_METADATA_LIST = 1024
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a file has a tensor.
+
+    Attributes:
+        stored: name in the file.
+        shape: of the tensor.
+        expert: its number among those that are stored as one; None where it is stored alone.
+    """
+
+    stored: str
+    shape: tuple[int, ...]
+    expert: int | None = None
 
 
 class GgufCheckpoint:
@@ -92,12 +115,12 @@ class GgufCheckpoint:
         self.path = path
         self._file = GgufFile(path)
         self._check_whole()
-        self._stored_names = self._canonical_names()
-        shapes = {
-            name: self._file.tensors[stored].shape for name, stored in self._stored_names.items()
-        }
+        self._places = self._canonical_names()
+        shapes = {name: place.shape for name, place in self._places.items()}
         self.config: ModelConfig = self._read_config(shapes)
-        check_tensors(self.config, shapes, self._stored_names, path)
+        self._check_experts()
+        stored_names = {name: place.stored for name, place in self._places.items()}
+        check_tensors(self.config, shapes, stored_names, path)
         self.metadata: Mapping[str, object] = {
             key: value
             for key, value in self._file.metadata.items()
@@ -123,8 +146,13 @@ class GgufCheckpoint:
 
     @cached_property
     def content_digest(self) -> str:
-        """See ``Checkpoint.content_digest``; rows are hashed in the file's own order."""
-        entries = {name: self._file.tensors[stored] for name, stored in self._stored_names.items()}
+        """See ``Checkpoint.content_digest``; rows are hashed in the file's own order.
+
+        Of the matrices of a layer's experts, which the file has as one tensor, that tensor is
+        hashed.
+        """
+        first = {place.stored: name for name, place in reversed(self._places.items())}
+        entries = {name: self._file.tensors[stored] for stored, name in first.items()}
         return digest_tensors(
             StoredTensor(name, entry.shape, entry.type.kind, self._file.data(entry.name))
             for name, entry in entries.items()
@@ -132,7 +160,7 @@ class GgufCheckpoint:
 
     def names(self) -> list[str]:
         """Return the canonical names of the tensors it holds."""
-        return list(self._stored_names)
+        return list(self._places)
 
     def kind(self, name: str) -> str:
         """Return the kind of one tensor."""
@@ -144,16 +172,21 @@ class GgufCheckpoint:
         Raises:
             CheckpointError: there is no such tensor.
         """
-        if name not in self._stored_names:
+        place = self._places.get(name)
+        if place is None:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
-        stored = self._stored_names[name]
-        entry, data = self._file.tensors[stored], self._file.data(stored)
+        entry, data = self._file.tensors[place.stored], self._file.data(place.stored)
+        if place.expert is not None:
+            experts = entry.shape[0]
+            data = data.reshape(experts, -1, data.shape[-1])[place.expert]
+        elif place.shape != entry.shape:
+            data = data.reshape(*place.shape[:-1], -1)
         if FAMILIES[self.config.family].gguf_interleaved_rotary:
             module = name.split(".")[-2]
             heads = {"q": self.config.query_heads, "k": self.config.kv_heads}
             if module in heads:
                 data = _deinterleave(data, heads[module])
-        return StoredTensor(name, entry.shape, entry.type.kind, data)
+        return StoredTensor(name, place.shape, entry.type.kind, data)
 
     def _read_config(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
         factors: npt.NDArray[np.generic] = np.empty(0, np.float32)
@@ -166,18 +199,37 @@ class GgufCheckpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
-    def _canonical_names(self) -> dict[str, str]:
-        """Return canonical name -> name in the file."""
-        names = {}
-        for stored in self._file.tensors:
+    def _canonical_names(self) -> "dict[str, _Place]":
+        """Return canonical name -> where the file has it."""
+        places: dict[str, _Place] = {}
+        for stored, entry in self._file.tensors.items():
+            stacked = _STACKED.fullmatch(stored)
             name = _canonical_name(stored)
-            if name is not None:
-                names[name] = stored
+            if stacked is not None and len(entry.shape) == 3:
+                experts = f"layers.{int(stacked['layer'])}.experts"
+                part = _STACKED_NAMES[stacked["module"]]
+                for expert in range(entry.shape[0]):
+                    place = _Place(stored, entry.shape[1:], expert)
+                    places[f"{experts}.{expert}.{part}.weight"] = place
+            elif name is not None:
+                # One row, which files have as a vector.
+                is_row = name.endswith("shared_router.weight") and len(entry.shape) == 1
+                places[name] = _Place(stored, (1, *entry.shape) if is_row else entry.shape)
             elif not _IGNORED.fullmatch(stored):
                 raise CheckpointError(
                     f"{self.path}: tensor {stored!r} is of a kind of model midfill does not know"
                 )
-        return names
+        return places
+
+    def _check_experts(self) -> None:
+        """Check that stacked matrices are those of as many experts as the file says it has."""
+        experts = self.config.experts
+        for stored, entry in self._file.tensors.items():
+            if experts and _STACKED.fullmatch(stored) and entry.shape[0] != experts.count:
+                raise CheckpointError(
+                    f"{self.path}: tensor {stored!r} holds {entry.shape[0]} experts, the model's "
+                    f"configuration asks for {experts.count}"
+                )
 
     def _check_whole(self) -> None:
         parts = self._file.metadata.get("split.count", 1)

@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,10 @@ class SafetensorsFile(MappedFile):
 
         bfloat16 is returned as uint16 bit patterns, float8 as uint8 ones.
         """
-        entry = self.entries[name]
+        return self.data_of(self.entries[name])
+
+    def data_of(self, entry: SafetensorsEntry) -> npt.NDArray[np.generic]:
+        """Return what an entry of this file, or a part of one, describes; see ``data``."""
         dtype = next(dtype for kind, dtype in _DTYPES.values() if kind == entry.kind)
         flat: npt.NDArray[np.generic] = np.frombuffer(
             self._map, dtype, math.prod(entry.shape), entry.offset
@@ -142,6 +145,33 @@ _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _NOT_METADATA = ("added_tokens_decoder", "chat_template")
 
 
+_FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
+
+
+def _split_experts(entries: Mapping[str, SafetensorsEntry]) -> dict[str, SafetensorsEntry]:
+    """Give each expert's matrices entries of their own, where a file has those of all in one.
+
+    transformers holds them so, gate's rows before up's: [experts, 2 * ffn, hidden] and [experts,
+    hidden, ffn]. It writes them one by one, unless it is asked not to.
+    """
+    split = {}
+    for name, entry in entries.items():
+        fused = _FUSED.fullmatch(name)
+        if fused is None or len(entry.shape) != 3 or 0 in entry.shape:
+            split[name] = entry
+            continue
+        parts = ("down",) if fused["part"] == "down_proj" else ("gate", "up")
+        experts, rows, inputs = entry.shape
+        size = entry.size // (experts * len(parts))
+        for number in range(experts * len(parts)):
+            expert, part = number // len(parts), parts[number % len(parts)]
+            split[f"{fused['experts']}.{expert}.{part}_proj.weight"] = replace(
+                entry, shape=(rows // len(parts), inputs), offset=entry.offset + number * size,
+                size=size,
+            )  # fmt: skip
+    return split
+
+
 class HuggingFaceCheckpoint:
     """A model folder as transformers writes it: one safetensors file, or several with an index.
 
@@ -160,7 +190,7 @@ class HuggingFaceCheckpoint:
         self.path = path
         self.config: ModelConfig = self._read_config()
         self._files: dict[Path, SafetensorsFile] = {}
-        stored = self._read_headers(self._shards())
+        stored = _split_experts(self._read_headers(self._shards()))
         check_layers(self.config, len(stored), path)
         names = huggingface_names(self.config)
         canonical = {theirs: name for name, theirs in names.items()}
@@ -223,7 +253,7 @@ class HuggingFaceCheckpoint:
         if theirs is None:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         entry = self._entries[theirs]
-        stored = StoredTensor(name, entry.shape, entry.kind, self._files[entry.file].data(theirs))
+        stored = StoredTensor(name, entry.shape, entry.kind, self._files[entry.file].data_of(entry))
         offset = FAMILIES[self.config.family].norm_offset
         if not offset or not name.endswith("norm.weight"):
             return stored

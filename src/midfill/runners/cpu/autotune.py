@@ -161,11 +161,13 @@ def _least_ticks(
 
 def _formats(model: PackedModel) -> list[set[WeightFormat]]:
     """Return the formats of each of ``tiles.MATRICES``."""
-    weights = model.weights
+    formats = {name: matrix.formats for name, matrix in model.matrices.items()}
     return [
-        weights.qkv.formats, weights.o.formats,
-        weights.gate_up.gate.formats | weights.gate_up.up.formats, weights.down.formats,
-        weights.head.formats,
+        set().union(*(formats.get(name, set()) for name in names))
+        for names in (
+            ("qkv",), ("o",), ("gate", "up", "experts_in", "shared_gate", "shared_up"),
+            ("down", "experts_out", "shared_down"), ("head",),
+        )
     ]  # fmt: skip
 
 

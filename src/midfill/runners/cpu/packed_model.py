@@ -21,12 +21,20 @@ import numpy.typing as npt
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
+from midfill.kernels.cpu.experts.table import ExpertWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
+from midfill.runners.cpu.packed_experts import (
+    INTERLEAVED,
+    ROUTER,
+    assemble_experts,
+    expert_sources,
+    router_tensors,
+)
 from midfill.runners.rope import rope_tables
 from midfill.stored_tensor import StoredTensor
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
@@ -52,7 +60,7 @@ _MATRICES = {
 """The checkpoint's matrices that are packed as one, by the name under which they are kept.
 
 A model may have no gate."""
-_INTERLEAVED = "gate_up"
+_INTERLEAVED = ("gate_up", *INTERLEAVED)
 """The kernel reads a panel of each in turn."""
 
 _ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
@@ -70,26 +78,58 @@ class PackedModel:
     Attributes:
         config: sizes and switches.
         weights: the weights, one copy.
+        experts: the mixtures of experts, of layers that have one.
     """
 
     config: DecoderConfig
     weights: DecoderWeights
+    experts: ExpertWeights | None = None
 
     @property
     def matrices(self) -> dict[str, LinearWeights]:
-        """All matrices by name; no gate where the MLP has none."""
+        """All matrices by name; no gate where the MLP has none, no MLP where no layer has one."""
+        return self._dense_matrices | self._expert_matrices
+
+    @property
+    def _expert_matrices(self) -> dict[str, LinearWeights]:
+        experts = self.experts
+        if experts is None:
+            return {}
+        matrices = {
+            "router": experts.router, "experts_in": experts.gate_up, "experts_out": experts.down,
+        }  # fmt: skip
+        if len(experts.shared_down.panels) == 0:
+            return matrices
+        return matrices | {
+            "shared_gate": experts.shared.gate, "shared_up": experts.shared.up,
+            "shared_down": experts.shared_down,
+        }  # fmt: skip
+
+    @property
+    def _dense_matrices(self) -> dict[str, LinearWeights]:
         weights = self.weights
         gate = {"gate": weights.gate_up.gate} if weights.gate_up.gated else {}
-        return {
+        matrices = {
             "embed": weights.embed, "head": weights.head, "qkv": weights.qkv, "o": weights.o,
-            **gate, "up": weights.gate_up.up, "down": weights.down,
         }  # fmt: skip
+        if len(weights.down.panels) == 0:
+            return matrices
+        mlp = gate | {"up": weights.gate_up.up, "down": weights.down}
+        if self.experts is not None:  # the panels of a dense layer stand for those of others, too
+            mlp = {name: _without_repeats(matrix) for name, matrix in mlp.items()}
+        return matrices | mlp
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied embedding counts once."""
-        arrays = {id(array): array for array in _arrays(self.weights)}
+        arrays = {id(array): array for array in _arrays((self.weights, self.experts or ()))}
         return sum(array.nbytes for array in arrays.values())
+
+
+def _without_repeats(matrix: LinearWeights) -> LinearWeights:
+    """Return a matrix each of whose panels is listed once."""
+    first = np.unique(matrix.panels[:, 0], return_index=True)[1]
+    return matrix._replace(panels=matrix.panels[np.sort(first)])
 
 
 class TensorSource(Protocol):
@@ -112,11 +152,13 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     """Return why the CPU kernels can't run this architecture, or None if they can."""
     if config.activation not in _ACTIVATIONS:
         return f"activation {config.activation}"
-    for name, size in (
-        ("hidden", config.hidden),
-        ("head_dim", config.head_dim),
-        ("ffn", config.ffn),
-    ):
+    sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
+    experts = config.experts
+    if len(config.expert_layers) < config.layers:
+        sizes.append(("ffn", config.ffn))
+    if experts is not None:
+        sizes += [("experts' ffn", experts.ffn), ("the shared expert's ffn", experts.shared_ffn)]
+    for name, size in sizes:
         if size % PANEL:
             return f"{name} = {size} is not a multiple of {PANEL}"
     return None
@@ -194,6 +236,7 @@ def block_format(checkpoint: "Checkpoint", option: WeightsOption) -> WeightForma
     """Return the least precise format among the matrices of the first decoder layer."""
     names = set(checkpoint.names())
     parts = [f"layers.0.{part}.weight" for parts in _MATRICES.values() for part in parts]
+    parts += [f"layers.0.experts.0.{part}.weight" for part in ("gate", "up", "down")]
     return min(_format_for(checkpoint.kind(n), option) for n in parts if n in names)
 
 
@@ -204,19 +247,21 @@ def _pack_all(
     names = set(checkpoint.names())
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     sources = {"embed": [["embed.weight"]], "head": [["lm_head.weight"]]} | {
-        name: [
-            [f"layers.{i}.{part}.weight" for part in parts if f"layers.0.{part}.weight" in names]
-            for i in range(config.layers)
-        ]
+        name: [[f"layers.{i}.{part}.weight" for part in parts] for i in range(config.layers)]
         for name, parts in _MATRICES.items()
     }
-    present = {name: layers for name, layers in sources.items() if set(layers[0]) & names}
+    present = {
+        name: [held for layer in layers if (held := [part for part in layer if part in names])]
+        for name, layers in (sources | expert_sources(config, names)).items()
+    }
     done, steps = 0, sum(map(len, present.values()))
     for name, layers in present.items():
+        if not layers:
+            continue
         stacked = _Stacking(
             [[checkpoint.tensor(part) for part in layer] for layer in layers],
             option,
-            name == _INTERLEAVED,
+            name in _INTERLEAVED,
         )
         try:
             for _ in stacked.pack():
@@ -225,6 +270,11 @@ def _pack_all(
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.path}: {error}; download it again") from None
         arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
+    if config.experts is not None:
+        routers = _Stacking(router_tensors(config, checkpoint.tensor), "f32", interleaved=False)
+        for _ in routers.pack():
+            pass
+        arrays[ROUTER], arrays[f"{ROUTER}.panels"] = routers.data, routers.panels
     arrays.update(_vectors(checkpoint, names))
     return arrays
 
@@ -357,7 +407,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
             activation=_ACTIVATIONS[config.activation],
             gated=config.gated_mlp,
         ),
-        down=stack.linear("down", "down_bias", hidden, ffn),
+        down=stack.part("down", 0, 1, "down_bias", hidden, ffn),
         attn_norm=stack.norm("attn_norm"),
         mlp_norm=stack.norm("mlp_norm"),
         final_norm=stack.norm("final_norm"),
@@ -373,7 +423,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         ),
         windows=np.array(windows, np.int32),
     )
-    return PackedModel(_decoder_config(config), weights)
+    return PackedModel(_decoder_config(config), weights, assemble_experts(config, arrays))
 
 
 class _Stack:
@@ -396,10 +446,18 @@ class _Stack:
     def part(
         self, name: str, index: int, parts: int, bias: str, outputs: int, inputs: int
     ) -> LinearWeights:
-        """Return one of several matrices of that shape which are packed together."""
-        panels = self._arrays[f"{name}.panels"].reshape(self._config.layers, parts, -1, 2)
-        own = np.ascontiguousarray(panels[:, index]).reshape(-1, 2)
-        return self.linear(name, bias, outputs, inputs)._replace(panels=own)
+        """Return one of several matrices of that shape which are packed together.
+
+        Only layers without experts have them. The panels of others are never read.
+        """
+        matrix = self.linear(name, bias, outputs, inputs)
+        if len(matrix.panels) == 0:
+            return matrix
+        dense = [i for i in range(self._config.layers) if self._config.experts_of(i) is None]
+        panels = matrix.panels.reshape(len(dense), parts, -1, 2)
+        of_layer = np.maximum(np.searchsorted(dense, range(self._config.layers), "right") - 1, 0)
+        own = np.ascontiguousarray(panels[of_layer, index]).reshape(-1, 2)
+        return matrix._replace(panels=own)
 
     def norm(self, name: str) -> NormWeights:
         """Return a norm of hidden rows; without weights if the model has no such norm."""

@@ -398,12 +398,15 @@ class CpuRunner:
             self.model.weights, self._kv_cache, self._prepare(batch),
             self._memory.hidden.reshape(-1), self._memory.workspace, Stages(True, 0, 0, True),
         )  # fmt: skip
-        products = self._products()
+        products = [*self._products(), *self._mixtures()]
         whole = (0, 1, self._pool.sync, self._config, *arguments)
         compile_side_by_side([*products, *further], [(forward, whole)])
         compiled = compiled_for(forward, *whole)
         addresses = [kernel_address(function, *taken) for function, taken in products]
-        self._config = self._config._replace(linear=addresses[0], gated_linear=addresses[1])
+        linear_at, gated_at, mix_at = [*addresses, 0][:3]
+        self._config = self._config._replace(
+            linear=linear_at, gated_linear=gated_at, mix_experts=mix_at
+        )
         compiled(0, 1, self._pool.sync, self._config, *arguments)
         self._pool.run_on_standby(compiled, self._config, *arguments)
         return compiled
@@ -419,3 +422,18 @@ class CpuRunner:
             (linear, (context, normed, 0, weights.qkv, 0, out, tiling)),
             (gated_linear, (context, normed, 0, 0, weights.gate_up, 0, gated, tiling)),
         ]
+
+    def _mixtures(self) -> list[EntryCall]:
+        """Return the kernel of mixtures of experts, if the model has any."""
+        if self.model.experts is None:
+            return []
+        from midfill.kernels.cpu.experts.mixture import mix_experts
+
+        workspace = self._memory.workspace
+        context = ThreadContext(0, 1, self._pool.sync, self._clock)
+        tiling = Tiling(workspace.tile_rows[0], workspace.products[0])
+        arguments = (
+            context, self._config, 0, 0, workspace.normed, 0, workspace.qkv, workspace.gated,
+            tiling, tiling, workspace.experts,
+        )  # fmt: skip
+        return [(mix_experts, arguments)]

@@ -11,6 +11,7 @@ from midfill.kernels.cpu.attention import scratch_size
 from midfill.kernels.cpu.attention_metadata import partial_rows
 from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS
 from midfill.kernels.cpu.decoder_data import Workspace
+from midfill.kernels.cpu.experts.table import ExpertMemory
 from midfill.kernels.cpu.linear import PRODUCTS_SIZE
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.row_blocks import ALONE_SYNC
@@ -19,6 +20,7 @@ from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.autotune import TileTable
+from midfill.runners.cpu.expert_memory import expert_memory, expert_table, gated_width
 from midfill.runners.cpu.packed_model import PackedModel
 
 _MAX_RESERVED_LOGITS = 2**28
@@ -135,7 +137,12 @@ class StepMemory:
         self._quantized = any(
             matrix.formats != {WeightFormat.F32} for matrix in model.matrices.values()
         )
-        self._values_gated = WeightFormat.F32 in model.weights.down.formats
+        readers = model.weights.down.formats
+        if model.experts is not None:
+            readers = readers | model.experts.shared_down.formats
+        self._values_gated = WeightFormat.F32 in readers
+        # The table in the workspace has only addresses.
+        self._expert_memory: ExpertMemory | None = None
         self.workspace = self._workspace()
         self.hidden = self._hidden()
 
@@ -170,7 +177,7 @@ class StepMemory:
             normed=self._activations("normed", normed),
             qkv=floats("qkv", rows * self._model.weights.qkv.outputs),
             attended=self._activations("attended", rows * attended),
-            gated=self._activations("gated", rows * config.ffn, self._values_gated),
+            gated=self._activations("gated", rows * gated_width(config), self._values_gated),
             projected=floats("projected", projected),
             logits=floats("logits", outputs * padded_vocab(config)),
             maxima=self._per_thread("maxima", outputs * MAXIMA_WIDTH),
@@ -185,7 +192,19 @@ class StepMemory:
             clock=self._clock,
             tile_rows=self._tile_rows,
             alone=aligned_zeros((threads, ALONE_SYNC), np.int64),
+            experts=self._expert_table(rows),
         )
+
+    def _expert_table(self, rows: int) -> Int64Array:
+        experts, weights = self._config.experts, self._model.experts
+        if experts is None or weights is None:
+            return np.zeros(0, np.int64)
+        self._expert_memory = expert_memory(
+            self._config, experts, weights, rows, self._threads, self._arrays.floats,
+            self._arrays.bytes,
+        )  # fmt: skip
+        activation = self._model.weights.gate_up.activation
+        return expert_table(self._config, weights, self._expert_memory, activation)
 
     def _activations(self, name: str, size: int, with_values: bool = True) -> Activations:
         blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if self._quantized else 0

@@ -17,7 +17,13 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import rope_tables
 from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
 from midfill.runners.torch.part_attention import PlannedRequest, attend_planned, prepare_plans
-from midfill.runners.torch.weights import Affine, DecoderWeights, LayerWeights
+from midfill.runners.torch.weights import (
+    Affine,
+    DecoderWeights,
+    ExpertWeights,
+    LayerWeights,
+    MlpWeights,
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,11 @@ class Decoder:
             if layer.attn_post_norm is not None:
                 attended = self._norm(attended, layer.attn_post_norm)
             hidden = hidden.add(attended, alpha=multiplier)
-            expanded = self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+            normed = self._norm(hidden, layer.mlp_norm)
+            if isinstance(layer.mlp, ExpertWeights):
+                expanded = self._mixture(index, layer.mlp, normed)
+            else:
+                expanded = self._mlp(layer.mlp, normed)
             if layer.mlp_post_norm is not None:
                 expanded = self._norm(expanded, layer.mlp_post_norm)
             hidden = hidden.add(expanded, alpha=multiplier)
@@ -207,12 +217,32 @@ class Decoder:
             )
         return attended
 
-    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-        up = _linear(hidden, layer.up)
+    def _mlp(self, mlp: MlpWeights, hidden: torch.Tensor) -> torch.Tensor:
+        up = _linear(hidden, mlp.up)
         if not self.config.gated_mlp:
-            return _linear(self._activate(up), layer.down)
+            return _linear(self._activate(up), mlp.down)
         gate, up = up.chunk(2, dim=-1)
-        return _linear(self._activate(gate) * up, layer.down)
+        return _linear(self._activate(gate) * up, mlp.down)
+
+    def _mixture(self, index: int, layer: ExpertWeights, hidden: torch.Tensor) -> torch.Tensor:
+        """Send each row to the experts that the layer's router chooses; see ``Experts``."""
+        experts = self.config.experts_of(index)
+        assert experts is not None
+        scores = functional.linear(hidden, layer.router).float()
+        chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, : experts.per_token]
+        weights = scores.softmax(dim=-1).gather(1, chosen)
+        if experts.normalised:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        mixed = torch.zeros_like(hidden)
+        for number, expert in enumerate(layer.experts):
+            rows, ranks = torch.where(chosen == number)
+            if len(rows):
+                expanded = self._mlp(expert, hidden[rows])
+                mixed.index_add_(0, rows, expanded * weights[rows, ranks, None].to(hidden.dtype))
+        if layer.shared is not None and layer.shared_router is not None:
+            opened = functional.linear(hidden, layer.shared_router).sigmoid()
+            mixed = mixed + opened * self._mlp(layer.shared, hidden)
+        return mixed
 
     def _activate(self, values: torch.Tensor) -> torch.Tensor:
         match self.config.activation:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.config import tensor_shapes
+from midfill.models.config import Experts, tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,36 @@ class Affine:
 
 
 @dataclass(frozen=True)
+class MlpWeights:
+    """One MLP.
+
+    Attributes:
+        up: rows of gate, if the MLP has one, then rows of up.
+        down: back to the hidden size.
+    """
+
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The mixture of experts of one layer.
+
+    Attributes:
+        router: [experts, hidden].
+        experts: one MLP each.
+        shared_router: [1, hidden]; None where tokens share no expert.
+        shared: what they share.
+    """
+
+    router: torch.Tensor
+    experts: tuple[MlpWeights, ...]
+    shared_router: torch.Tensor | None
+    shared: MlpWeights | None
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One layer.
 
@@ -32,8 +62,7 @@ class LayerWeights:
         q_norm, k_norm: of each head; None if the model has none.
         attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
         o: attention's output projection.
-        up: rows of gate, if the MLP has one, then rows of up.
-        down: back to the hidden size.
+        mlp: an MLP, or a mixture of experts.
     """
 
     attn_norm: Affine
@@ -44,8 +73,7 @@ class LayerWeights:
     mlp_post_norm: Affine | None
     o: Affine
     mlp_norm: Affine
-    up: Affine
-    down: Affine
+    mlp: MlpWeights | ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -87,14 +115,14 @@ class _Loader:
         embed = self._tensor("embed.weight")
         return DecoderWeights(
             embed=embed,
-            layers=tuple(self._layer(f"layers.{layer}") for layer in range(config.layers)),
+            layers=tuple(self._layer(layer) for layer in range(config.layers)),
             final_norm=self._affine("final_norm"),
             head=embed if config.tied_embeddings else self._tensor("lm_head.weight"),
         )
 
-    def _layer(self, layer: str) -> LayerWeights:
-        config = self._checkpoint.config
-        gate = (f"{layer}.gate",) if config.gated_mlp else ()
+    def _layer(self, number: int) -> LayerWeights:
+        config, layer = self._checkpoint.config, f"layers.{number}"
+        experts = config.experts_of(number)
         return LayerWeights(
             attn_norm=self._affine(f"{layer}.attn_norm"),
             qkv=self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v"),
@@ -104,8 +132,20 @@ class _Loader:
             mlp_post_norm=self._affine(f"{layer}.mlp_post_norm") if config.post_norms else None,
             o=self._affine(f"{layer}.o"),
             mlp_norm=self._affine(f"{layer}.mlp_norm"),
-            up=self._affine(*gate, f"{layer}.up"),
-            down=self._affine(f"{layer}.down"),
+            mlp=self._mlp(layer) if experts is None else self._experts(layer, experts),
+        )
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        gate = (f"{prefix}.gate",) if self._checkpoint.config.gated_mlp else ()
+        return MlpWeights(self._affine(*gate, f"{prefix}.up"), self._affine(f"{prefix}.down"))
+
+    def _experts(self, layer: str, experts: Experts) -> ExpertWeights:
+        shared = experts.shared_ffn > 0
+        return ExpertWeights(
+            router=self._tensor(f"{layer}.router.weight"),
+            experts=tuple(self._mlp(f"{layer}.experts.{i}") for i in range(experts.count)),
+            shared_router=self._tensor(f"{layer}.shared_router.weight") if shared else None,
+            shared=self._mlp(f"{layer}.shared") if shared else None,
         )
 
     def _affine(self, *modules: str) -> Affine:

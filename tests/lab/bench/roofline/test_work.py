@@ -167,3 +167,25 @@ def test_an_empty_step_requires_nothing(
     _, size, _ = model
     for rows in ([], [Rows(0, 100)], [Rows(1, 100, rows=0, outputs=0)]):
         assert all(part.bytes == part.operations == 0 for part in step_work(size, rows))
+
+
+def test_of_experts_those_are_read_that_rows_are_sent_to(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    checkpoint = open_model(write_tiny("qwen2moe", tmp_path_factory.mktemp("experts")))
+    config, packed = checkpoint.config, load_packed(checkpoint, "q8")
+    experts, matrices = config.experts, packed.matrices
+    assert experts is not None
+    size = size_of(config, packed, KVCacheDtype.F16)
+    one, two = (by_name(step_work(size, [Rows(1, 0, rows)])) for rows in (1, 2))
+    stored = matrices["experts_in"].stored_bytes
+    assert one["experts in"].bytes == pytest.approx(stored * 3 / 10)
+    # The second row is sent to 3 of 10 experts, too, of which 7 in 10 are others.
+    assert two["experts in"].bytes == pytest.approx(stored * (3 + 3 * 7 / 10) / 10)
+    weights = config.layers * experts.per_token * config.hidden * experts.ffn
+    assert one["experts out"].operations == pytest.approx(2 * weights)
+    assert two["experts out"].operations == pytest.approx(4 * weights)
+    assert one["router"].arithmetic is Resource.FLOAT32
+    shared = [matrices[name].stored_bytes for name in ("shared_gate", "shared_up")]
+    assert one["MLP in"].bytes == two["MLP in"].bytes == sum(shared)
+    assert size.weight_bytes < packed.weight_bytes

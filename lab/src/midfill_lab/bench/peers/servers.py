@@ -65,15 +65,19 @@ class ComparedModel:
 
     @cached_property
     def parameters_read(self) -> int:
-        """Parameters read per decoded token: all but an embedding that is not the output head."""
+        """Parameters read per decoded token.
+
+        All but an embedding that is not the output head, and of experts those that a token is sent
+        to.
+        """
         shapes = tensor_shapes(self.checkpoint.config)
-        return sum(prod(shape) for name, shape in shapes.items() if not self._only_looked_up(name))
+        return round(sum(prod(shape) * self._read_share(name) for name, shape in shapes.items()))
 
     @cached_property
     def stored_bytes_read(self) -> int:
         """Bytes of these parameters as stored."""
-        names = [name for name in self.checkpoint.names() if not self._only_looked_up(name)]
-        return sum(self.checkpoint.tensor(name).data.nbytes for name in names)
+        tensors = map(self.checkpoint.tensor, self.checkpoint.names())
+        return round(sum(each.data.nbytes * self._read_share(each.name) for each in tensors))
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -88,8 +92,13 @@ class ComparedModel:
         embedding = self.checkpoint.tensor("embed.weight").kind
         return f"{', '.join(self.layer_kinds)}, embedding {embedding}"
 
-    def _only_looked_up(self, name: str) -> bool:
-        return name == "embed.weight" and not self.checkpoint.config.tied_embeddings
+    def _read_share(self, name: str) -> float:
+        config = self.checkpoint.config
+        if name == "embed.weight" and not config.tied_embeddings:
+            return 0.0  # only looked up
+        if config.experts is not None and ".experts." in name:
+            return config.experts.per_token / config.experts.count
+        return 1.0
 
 
 def open_compared(

@@ -1,14 +1,14 @@
 """What a step requires: bytes that must be read and operations that must be done, part by part.
 
 Yao Fu's analysis (2024, arXiv 2405.08944) for the CPU kernels: weights are read once per step for
-all of its rows, K and V of every key that a stream's rows see once per stream, and each row takes
-two operations per weight, and four per query head, number of a head and key that it sees. Norms,
-rotary embeddings, the softmax, embeddings of tokens and what is written aren't counted: they make
-no step faster.
+all of its rows (of experts, those that rows are expected to be sent to, if each is as likely), K
+and V of every key that a stream's rows see once per stream, and each row takes two operations per
+weight, and four per query head, number of a head and key that it sees. Norms, rotary embeddings,
+the softmax, embeddings of tokens and what is written aren't counted: they make no step faster.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from midfill.kernels.cpu.kv_cache import KVCacheDtype, entry_bytes
 from midfill.kernels.cpu.linear import LinearWeights
@@ -22,11 +22,17 @@ ATTENTION, HEAD = "attention", "head"
 GROUPS = {
     "qkv": ("qkv",),
     "output": ("o",),
-    "MLP in": ("gate", "up"),
-    "MLP out": ("down",),
+    "MLP in": ("gate", "up", "shared_gate", "shared_up"),
+    "MLP out": ("down", "shared_down"),
+    "router": ("router",),
+    "experts in": ("experts_in",),
+    "experts out": ("experts_out",),
     HEAD: ("head",),
 }
-"""Groups of matrices, by the names under which ``PackedModel.matrices`` has them."""
+"""Groups of matrices, by the names under which ``PackedModel.matrices`` has them.
+
+A model has some of them."""
+_EXPERTS = ("experts in", "experts out")
 LAYER_GROUPS = tuple(name for name in GROUPS if name != HEAD)
 
 
@@ -38,11 +44,13 @@ class Matrices:
         stored_bytes: of the weights with their scales.
         weights: how many.
         arithmetic: of their products.
+        share: of the weights that each row is multiplied by.
     """
 
     stored_bytes: int
     weights: int
     arithmetic: Resource
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,8 @@ class ModelSize:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that every step reads."""
-        return sum(matrices.stored_bytes for matrices in self.groups.values())
+        """Bytes of the weights that a step of one row reads."""
+        return round(sum(each.stored_bytes * each.share for each in self.groups.values()))
 
     @property
     def layer_slot_bytes(self) -> int:
@@ -144,12 +152,15 @@ def model_size(runner: CpuRunner) -> ModelSize:
 
 def size_of(config: ModelConfig, model: PackedModel, kv_cache_dtype: KVCacheDtype) -> ModelSize:
     """Return the sizes of a packed model whose KV is stored so."""
-    matrices = model.matrices
+    groups = {
+        group: _matrices([model.matrices[name] for name in names if name in model.matrices])
+        for group, names in GROUPS.items()
+    }
+    if config.experts is not None:
+        share = config.experts.per_token / config.experts.count
+        groups |= {group: replace(groups[group], share=share) for group in _EXPERTS}
     return ModelSize(
-        groups={
-            group: _matrices([matrices[name] for name in names if name in matrices])
-            for group, names in GROUPS.items()
-        },
+        groups={group: matrices for group, matrices in groups.items() if matrices.weights},
         windows=tuple(config.window_of(layer) for layer in range(config.layers)),
         query_heads=config.query_heads,
         kv_heads=config.kv_heads,
@@ -185,7 +196,11 @@ def step_work(
     """
     total = sum(each.streams * each.rows for each in rows)
     outputs = sum(each.streams * each.outputs for each in rows)
-    parts = [_product(name, model.groups[name], total * savings.rows) for name in LAYER_GROUPS]
+    parts = [
+        _product(name, model.groups[name], total * savings.rows)
+        for name in LAYER_GROUPS
+        if name in model.groups
+    ]
     parts.append(_attention(model, rows, savings))
     parts.append(_product(HEAD, model.groups[HEAD], outputs))
     return parts
@@ -193,8 +208,9 @@ def step_work(
 
 def _product(name: str, matrices: Matrices, rows: float) -> PartWork:
     """Return what matrix products require: weights read once, two operations per weight and row."""
-    read = matrices.stored_bytes if rows > 0 else 0
-    return PartWork(name, read, 2.0 * rows * matrices.weights, matrices.arithmetic)
+    read = matrices.stored_bytes * (1 - (1 - matrices.share) ** rows)
+    operations = 2.0 * rows * matrices.weights * matrices.share
+    return PartWork(name, read, operations, matrices.arithmetic)
 
 
 def _attention(model: ModelSize, rows: Sequence[Rows], savings: Savings) -> PartWork:

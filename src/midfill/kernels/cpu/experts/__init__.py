@@ -1,0 +1,1 @@
+"""The MLP as a mixture of experts, compiled when a model has any."""

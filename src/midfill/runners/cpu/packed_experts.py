@@ -1,0 +1,112 @@
+"""Mixtures of experts in the CPU kernels' form: which matrices are packed as one, and how.
+
+The matrices of all experts of all layers lie one after the other, those of gate and up panel by
+panel in turn, so that an expert's run of panels is one run of memory.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midfill.kernels.cpu.experts.table import ExpertWeights
+from midfill.kernels.cpu.linear import GateUpWeights, LinearWeights
+from midfill.kernels.cpu.memory import Float32Array, Int64Array
+from midfill.kernels.cpu.weight_formats import PANEL, panel_count
+from midfill.models.config import Experts, ModelConfig
+from midfill.stored_tensor import StoredTensor
+
+Arrays = dict[str, Any]
+
+ROUTER = "router"
+INTERLEAVED = ("experts_in", "shared_in")
+_PARTS = {
+    "experts_in": ("experts.{expert}.gate", "experts.{expert}.up"),
+    "experts_out": ("experts.{expert}.down",),
+    "shared_in": ("shared.gate", "shared.up"),
+    "shared_out": ("shared.down",),
+}
+"""The checkpoint's matrices that are packed as one, by the name under which they are kept."""
+
+
+def expert_sources(config: ModelConfig, names: Collection[str]) -> dict[str, list[list[str]]]:
+    """Return the names of tensors that are packed together, in order, by what they become."""
+    if config.experts is None:
+        return {}
+    sources: dict[str, list[list[str]]] = {}
+    for packed, parts in _PARTS.items():
+        experts = config.experts.count if packed.startswith("experts") else 1
+        stacked = [
+            [f"layers.{layer}.{part.format(expert=expert)}.weight" for part in parts]
+            for layer in config.expert_layers
+            for expert in range(experts)
+        ]
+        if stacked[0][0] in names:
+            sources[packed] = stacked
+    return sources
+
+
+def router_tensors(
+    config: ModelConfig, tensor: Callable[[str], StoredTensor]
+) -> list[list[StoredTensor]]:
+    """Return each layer's router in float32, and below it the row of the shared expert."""
+    assert config.experts is not None
+    shared = ["shared_router"] if config.experts.shared_ffn else []
+    stacked = []
+    for layer in config.expert_layers:
+        rows: Float32Array = np.concatenate(
+            [tensor(f"layers.{layer}.{part}.weight").to_float32() for part in ("router", *shared)]
+        )
+        stacked.append([StoredTensor(f"layers.{layer}.router.weight", rows.shape, "f32", rows)])
+    return stacked
+
+
+def assemble_experts(config: ModelConfig, arrays: Arrays) -> ExpertWeights | None:
+    """Return the kernels' structure of what was packed; None for models without experts."""
+    experts = config.experts
+    if experts is None:
+        return None
+    hidden, layers = config.hidden, len(config.expert_layers)
+    # The kernel takes zeros for their biases.
+    gate, up = _halves(arrays, "shared_in", experts.shared_ffn, hidden, layers)
+    router_rows = panel_count(experts.count + (experts.shared_ffn > 0)) * PANEL
+    return ExpertWeights(
+        router=_matrix(arrays, ROUTER, router_rows, hidden),
+        gate_up=_expert_halves(arrays, experts, hidden, layers),
+        down=_matrix(arrays, "experts_out", hidden, experts.ffn),
+        shared=GateUpWeights(gate, up, activation=0, gated=True),
+        shared_down=_matrix(arrays, "shared_out", hidden, experts.shared_ffn),
+    )
+
+
+def _matrix(arrays: Arrays, name: str, outputs: int, inputs: int) -> LinearWeights:
+    return LinearWeights(
+        packed=arrays.get(name, np.zeros(0, np.uint8)),
+        panels=arrays.get(f"{name}.panels", np.zeros((0, 2), np.int64)),
+        bias=np.zeros(0, np.float32),
+        outputs=outputs,
+        inputs=inputs,
+    )
+
+
+def _halves(
+    arrays: Arrays, name: str, outputs: int, inputs: int, matrices: int
+) -> list[LinearWeights]:
+    """Return gate and up, each with its own panels."""
+    matrix = _matrix(arrays, name, outputs, inputs)
+    if len(matrix.panels) == 0:
+        return [matrix, matrix]
+    panels: npt.NDArray[np.int64] = matrix.panels.reshape(matrices, 2, -1, 2)
+    return [
+        matrix._replace(panels=np.ascontiguousarray(panels[:, half]).reshape(-1, 2))
+        for half in (0, 1)
+    ]
+
+
+def _expert_halves(arrays: Arrays, experts: Experts, hidden: int, layers: int) -> LinearWeights:
+    """Return gate and up as one matrix, whose panels are in the order of memory."""
+    matrix = _matrix(arrays, "experts_in", 2 * experts.ffn, hidden)
+    by_half = matrix.panels.reshape(layers * experts.count, 2, -1, 2)
+    in_turn: Int64Array = np.ascontiguousarray(by_half.swapaxes(1, 2)).reshape(-1, 2)
+    return matrix._replace(panels=in_turn)

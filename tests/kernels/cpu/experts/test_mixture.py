@@ -1,0 +1,191 @@
+"""The mixture of experts on the CPU: what a plain one in NumPy gives, and always the same bits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ggml_blocks import random_matrix
+
+from midfill.kernels.cpu.experts.table import MAX_MIXED_ROWS
+from midfill.kernels.cpu.kv_cache import KVCacheDtype
+from midfill.models.config import Experts, ModelConfig, tensor_shapes
+from midfill.runners.cpu.packed_model import pack_model
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.stored_tensor import StoredTensor
+
+HIDDEN, SLOTS = 256, 20
+EXPERTS = Experts(count=10, per_token=3, ffn=256, normalised=True)
+
+MIXTURES = {
+    "as in Qwen3": EXPERTS,
+    "weights as they are": replace(EXPERTS, normalised=False),
+    "with a shared expert": replace(EXPERTS, normalised=False, shared_ffn=96),
+    "all experts for each token": replace(EXPERTS, per_token=10),
+    "one expert": Experts(count=1, per_token=1, ffn=32, normalised=False),
+    "more experts than a panel": Experts(count=33, per_token=5, ffn=64, normalised=True),
+    "the shared expert's row in a panel of its own": Experts(32, 4, 32, True, shared_ffn=32),
+}
+
+
+@dataclass
+class MadeModel:
+    """One layer whose attention adds nothing; implements ``packed_model.TensorSource``.
+
+    Attributes:
+        experts: its mixture.
+        kind: how its experts are stored.
+        router: of the experts; None is random.
+    """
+
+    experts: Experts
+    kind: str = "f32"
+    router: np.ndarray | None = None
+    path: Path = field(default_factory=Path)
+
+    def __post_init__(self) -> None:
+        self.config = ModelConfig(
+            "qwen3moe", layers=1, hidden=HIDDEN, query_heads=2, kv_heads=1, head_dim=32, ffn=0,
+            vocab=32, context=2048, experts=self.experts,
+        )  # fmt: skip
+        self.tensor, self.exact = cache(self._tensor), cache(self._exact)
+
+    def names(self) -> list[str]:
+        return list(tensor_shapes(self.config))
+
+    def _tensor(self, name: str) -> StoredTensor:
+        shape = tensor_shapes(self.config)[name]
+        random = np.random.default_rng(sum(name.encode()))
+        module = name.split(".")[-2]
+        if name == "layers.0.o.weight":
+            values = np.zeros(shape, np.float32)
+        elif name == "layers.0.router.weight" and self.router is not None:
+            values = self.router.astype(np.float32)
+        elif len(shape) == 1:
+            values = random.uniform(0.5, 1.5, shape).astype(np.float32)
+        elif self.kind != "f32" and module in ("gate", "up", "down") and shape[1] % 256 == 0:
+            return replace(random_matrix(self.kind, *shape, size=1.5 * shape[1] ** -0.5), name=name)
+        else:
+            values = (random.standard_normal(shape) * 1.5 * shape[1] ** -0.5).astype(np.float32)
+        return StoredTensor(name, shape, "f32", values)
+
+    def _exact(self, name: str) -> np.ndarray:
+        """A tensor of the layer in float64."""
+        return self.tensor(f"layers.0.{name}.weight").to_float32().astype(np.float64)
+
+
+def naive(model: MadeModel, hidden: np.ndarray) -> np.ndarray:
+    """hidden + the mixture of norm(hidden), row by row in float64."""
+    experts, results = model.experts, []
+    for row in hidden.astype(np.float64):
+        x = row / np.sqrt(np.mean(row * row) + model.config.norm_epsilon) * model.exact("mlp_norm")
+
+        def mlp(prefix: str, x: np.ndarray = x) -> np.ndarray:
+            gate, up = model.exact(f"{prefix}.gate") @ x, model.exact(f"{prefix}.up") @ x
+            return model.exact(f"{prefix}.down") @ (gate / (1 + np.exp(-gate)) * up)
+
+        powers = np.exp(model.exact("router") @ x)
+        chosen = np.argsort(-powers, kind="stable")[: experts.per_token]
+        total = powers[chosen].sum() if experts.normalised else powers.sum()
+        mixed = sum(powers[e] / total * mlp(f"experts.{e}") for e in chosen)
+        if experts.shared_ffn:
+            score = (model.exact("shared_router") @ x).item()
+            mixed = mixed + mlp("shared") / (1 + np.exp(-score))
+        results.append(row + mixed)
+    return np.array(results)
+
+
+Mix = Callable[[np.ndarray], np.ndarray]
+
+
+@pytest.fixture
+def mixes() -> Iterator[Callable[..., Mix]]:
+    """Makes functions that run a model's layer over hidden rows, on a runner of their own."""
+    runners: list[CpuRunner] = []
+
+    def make(model: MadeModel, threads: int = 2) -> Mix:
+        packed = pack_model(model)
+        runner = CpuRunner(model.config, packed, KVCacheDtype.F32, slots=SLOTS, threads=threads)
+        runners.append(runner)
+
+        def mix(hidden: np.ndarray) -> np.ndarray:
+            # All rows are the first tokens of requests, whose attention adds nothing; many share
+            # a slot, since more slots would have tiles measured.
+            rows, zeros = np.array(hidden, np.float32), np.zeros(len(hidden), np.int32)
+            ends = np.arange(len(rows) + 1, dtype=np.int32)
+            slots = ends[:-1] % SLOTS
+            batch = ForwardBatch(zeros, zeros, slots, ends, ends, slots, zeros[:0])
+            return runner.run_layers(batch, rows, 0, 1)
+
+        return mix
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def rows(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, HIDDEN)).astype(np.float32)
+
+
+@pytest.mark.parametrize("experts", MIXTURES.values(), ids=MIXTURES)
+def test_it_is_the_mixture_of_a_plain_one(experts: Experts, mixes: Callable[..., Mix]) -> None:
+    model, hidden = MadeModel(experts), rows(70)
+    np.testing.assert_allclose(mixes(model)(hidden), naive(model, hidden), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "q8_0"])
+def test_quantised_experts_are_those_of_their_exact_weights(
+    kind: str, mixes: Callable[..., Mix]
+) -> None:
+    model, hidden = MadeModel(EXPERTS, kind), rows(70)
+    mixed, expected = mixes(model)(hidden) - hidden, naive(model, hidden) - hidden
+    # What is left is the rounding of activations to int8; the router's are exact.
+    errors = np.linalg.norm(mixed - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert errors.max() < 0.03
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4_k"])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    kind: str, mixes: Callable[..., Mix]
+) -> None:
+    model, hidden = MadeModel(replace(EXPERTS, shared_ffn=64), kind), rows(MAX_MIXED_ROWS + 90)
+    alone, together = mixes(model, threads=1), mixes(model, threads=2)
+    expected = together(hidden)
+    np.testing.assert_array_equal(alone(hidden), expected)
+    for first, end in ((0, 1), (3, 5), (7, 57), (510, 515), (40, 400)):
+        np.testing.assert_array_equal(together(hidden[first:end]), expected[first:end])
+        np.testing.assert_array_equal(alone(hidden[first:end]), expected[first:end])
+    order = np.random.default_rng(1).permutation(len(hidden))
+    np.testing.assert_array_equal(together(hidden[order]), expected[order])
+
+
+def test_the_first_of_equal_experts_are_chosen(mixes: Callable[..., Mix]) -> None:
+    model, hidden = MadeModel(EXPERTS, router=np.zeros((10, HIDDEN))), rows(6)
+    np.testing.assert_allclose(mixes(model)(hidden), naive(model, hidden), atol=1e-4)
+    # That the reference chose those, too, is seen by the others not mattering.
+    for expert in range(EXPERTS.per_token, EXPERTS.count):
+        model.tensor(f"layers.0.experts.{expert}.down.weight").data[:] = np.nan
+    np.testing.assert_allclose(mixes(model)(hidden), naive(model, hidden), atol=1e-4)
+
+
+def test_all_rows_go_to_the_same_experts_and_others_have_none(mixes: Callable[..., Mix]) -> None:
+    router = np.zeros((10, HIDDEN))
+    router[[9, 4, 6], 0] = 3.0, 2.0, 1.0
+    model, hidden = MadeModel(EXPERTS, router=router), rows(130)
+    hidden[:, 0] = 5.0
+    np.testing.assert_allclose(mixes(model)(hidden), naive(model, hidden), atol=1e-4)
+
+
+def test_a_row_that_is_no_number_leaves_the_others_alone(mixes: Callable[..., Mix]) -> None:
+    mix, hidden = mixes(MadeModel(EXPERTS)), rows(9)
+    expected = mix(hidden)
+    hidden[4] = np.nan
+    hidden[7, 3] = np.inf
+    got = mix(hidden)
+    others = [0, 1, 2, 3, 5, 6, 8]
+    np.testing.assert_array_equal(got[others], expected[others])
+    assert not np.isfinite(got[[4, 7]]).any()
