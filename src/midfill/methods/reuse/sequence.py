@@ -3,8 +3,8 @@
 A prompt whose caret has moved is mostly text that was computed before, at other positions. Of the
 tokens after the exact cached prefix, up to the last that can be copied:
 
-1. runs that stand in recently cached texts of the tenant are found (``kv.token_runs``), and their
-   KV is copied into the sequence's slots, keys turned to the new positions;
+1. spans that stand in cached texts of the tenant are found (``kv.donor_index``), and their KV is
+   copied into the sequence's slots, keys turned to the new positions;
 2. all rows run through the first layers, up to the method's check layer (shallow);
 3. the method chooses which copied rows are computed on; these and the rows that have no copy run
    through the layers above (deep), each attending to everything before it.
@@ -26,11 +26,11 @@ import numpy as np
 
 from midfill.arrays import Int32Array, Int64Array, RunnerArray
 from midfill.kv.branches import Branch, Branches
+from midfill.kv.donor_index import DonorIndex, DonorSpan
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_cache import CachedPrefix, CachedText
+from midfill.kv.radix_cache import CachedPrefix
 from midfill.kv.ragged import cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.kv.token_runs import TokenRun, find_runs
 from midfill.methods.reuse.method import LayerKV, ReuseMethod
 from midfill.methods.sequence_method import (
     NO_METHOD,
@@ -47,7 +47,6 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 
 _MIN_SAVED_ROWS = 32  # a prompt is blended if that saves so many rows through all layers, or more
-_MAX_SOURCE_TOKENS = 32_768
 _MAX_ROWS = 512
 
 
@@ -128,16 +127,14 @@ class BlendedSequence(SequenceMethod):
         first, last = sequence.computed, sequence.length - 1
         if sequence.length > sequence.prompt_length or last - first < method.min_run:
             return nothing
-        cache = self._shared.pool.cache
-        texts = cache.recent_texts(sequence.tenant, _MAX_SOURCE_TOKENS, method.min_run)
         tokens = sequence.tokens[:last]
-        runs = find_runs(tokens, first, [text.tokens for text in texts], method.min_run)
+        runs = self._shared.donors.find(sequence.tenant, tokens, first, method.min_run)
         copied = sum(run.length for run in runs)
         layers = self._shared.runner.config.layers
         kept_layers = (copied - method.recomputed(copied)) * (layers - method.check_layer - 1)
         if not runs or kept_layers < _MIN_SAVED_ROWS * layers:
             return nothing
-        reference = self._copy(kv, runs, texts, method.check_layer)
+        reference = self._copy(kv, runs, method.check_layer)
         numbers = np.concatenate([np.arange(run.start, run.end) for run in runs])
         self._blend = _Blend(runs[-1].end, numbers, reference, first)
         base = sequence.tokens[: kv.shared]
@@ -179,17 +176,14 @@ class BlendedSequence(SequenceMethod):
         reused = len(blend.copied) - recomputed
         return MethodChunk(max(budget // layers, 0), blend.end, reused, ran)
 
-    def _copy(
-        self, kv: SequenceKV, runs: list[TokenRun], texts: list[CachedText], check_layer: int
-    ) -> LayerKV:
+    def _copy(self, kv: SequenceKV, runs: list[DonorSpan], check_layer: int) -> LayerKV:
         """Copy the runs' KV of the check layer and those above; return the check layer's."""
         config = self._shared.runner.config
         heads, store = config.kv_heads, self._shared.runner.cells
         local = config.local_rope_theta is not None
         above = list(range(check_layer, config.layers))
         for run in runs:
-            source = texts[run.source].slots[run.source_start :][: run.length]
-            taken = self._cells(source, above)
+            taken = self._cells(run.slots, above)
             shift = np.full(len(taken), run.shift, np.int32) if run.shift else None
             each = np.repeat(np.array(above, np.int32), heads * run.length) if local else None
             target = self._cells(kv.slots[run.start : run.end], above)
@@ -262,6 +256,15 @@ class ReuseKind(PlainLengths):
         self.runner = runner
         self.pool = pool
         self.branches = Branches(pool.cache)
+        self._donors: DonorIndex | None = None
+
+    @property
+    def donors(self) -> DonorIndex:
+        """Where cached text stands; it follows the cache from when it is first asked for."""
+        if self._donors is None:
+            self._donors = DonorIndex(self.pool.slots.total)
+            self.pool.cache.watch(self._donors)
+        return self._donors
 
     def attach(
         self, name: str, method: object, request: RequestFacts, sequence: SequenceView
