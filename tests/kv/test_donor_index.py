@@ -165,8 +165,8 @@ def test_an_index_that_comes_late_knows_what_is_cached(
     early.pool.cache.watch(late)
     for tenant in ("ann", "bob"):
         for tokens in ([0, 1, 2, 3] * 3, [1, 1, 1, 1], [3, 2, 1]):
-            spans = [index.find(tenant, ids(tokens), 0, 2) for index in (early.index, late)]
-            assert [[each[0] for each in one] for one in spans][0] == [each[0] for each in spans[1]]
+            one, other = (index.find(tenant, ids(tokens), 0, 2) for index in (early.index, late))
+            assert [span.start for span in one] == [span.start for span in other]
 
 
 @given(steps=STEPS)

@@ -162,6 +162,11 @@ class DonorIndex:
             return None
         return CachedText(self._tokens[slots], slots, int(self._positions[slots[0]]))
 
+    def text_up_to(self, slot: int) -> CachedText:
+        """Return all tokens of its tree that lead to a cached one, and that."""
+        slots = self._walk(slot, int(self._positions[slot]) + 1)
+        return CachedText(self._tokens[slots], slots, int(self._positions[slots[0]]))
+
     def text_through(self, slot: int) -> CachedText:
         """Return the whole text that a cached token stands in; the latest where it goes on
         differently."""

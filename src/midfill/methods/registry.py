@@ -101,6 +101,8 @@ METHODS = {
             ".sparse_prefill.flexprefill", "FlexPrefill"),
         MethodEntry("cacheblend", "reuse", "CacheBlend",
             "Yao et al., EuroSys 2025, arXiv 2405.16444", ".reuse.cacheblend", "CacheBlend"),
+        MethodEntry("cachecraft", "reuse", "Cache-Craft",
+            "Agarwal et al., SIGMOD 2025, arXiv 2502.15734", ".reuse.cachecraft", "CacheCraft"),
         MethodEntry("ape", "reuse", "APE",
             "Yang et al., ICLR 2025, arXiv 2502.05431", ".contexts.ape", "Ape"),
         MethodEntry("lazyllm", "rows", "LazyLLM",
