@@ -1,4 +1,4 @@
-"""A prompt with KV from elsewhere, computed one row of one layer at a time."""
+"""A prompt with KV from elsewhere, row by row, and the attention of one without, as a matrix."""
 
 from collections.abc import Callable, Mapping
 
@@ -91,3 +91,36 @@ class NaiveBlend:
         for at in range(end, len(tokens)):
             last = self.row(tokens, at, None, 0, 3)
         return np.asarray(last)[0]
+
+
+def dense_attention(runner: CpuRunner, tokens: list[int]) -> np.ndarray:
+    """Return a prompt's attention weights [layers, rows, keys], a mean over query heads.
+
+    Float64, from all queries and keys of a pass over the whole prompt.
+    """
+    length, config = len(tokens), runner.config
+    slots, ends = np.arange(length, dtype=np.int32), np.array([0, length], np.int32)
+    batch = ForwardBatch(
+        token_ids=np.array(tokens, np.int32),
+        positions=slots,
+        write_slots=slots,
+        query_indptr=ends,
+        kv_indptr=ends,
+        kv_slots=slots,
+        logit_rows=slots[-1:],
+        observed_rows=slots,
+    )
+    runner.forward(batch)
+    queries = runner.observed_queries(batch).astype(np.float64)
+    cells = cells_of_slots(slots, config.layers * config.kv_heads, runner.slots)
+    group, weights = config.query_heads // config.kv_heads, []
+    for layer in range(config.layers):
+        heads = []
+        for head in range(config.query_heads):
+            keys, _ = runner.cells.read(cells[layer * config.kv_heads + head // group])
+            scores = queries[layer, :, head] @ keys.T * config.head_dim**-0.5
+            scores[np.triu_indices(length, 1)] = -np.inf
+            exponents = np.exp(scores)
+            heads.append(exponents / exponents.sum(axis=1, keepdims=True))
+        weights.append(np.mean(heads, axis=0))
+    return np.array(weights)

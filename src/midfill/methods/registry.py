@@ -103,6 +103,8 @@ METHODS = {
             "Yao et al., EuroSys 2025, arXiv 2405.16444", ".reuse.cacheblend", "CacheBlend"),
         MethodEntry("cachecraft", "reuse", "Cache-Craft",
             "Agarwal et al., SIGMOD 2025, arXiv 2502.15734", ".reuse.cachecraft", "CacheCraft"),
+        MethodEntry("kvshare", "reuse", "KVShare",
+            "Yang et al., 2025, arXiv 2503.16525", ".reuse.kvshare", "KVShare"),
         MethodEntry("ape", "reuse", "APE",
             "Yang et al., ICLR 2025, arXiv 2502.05431", ".contexts.ape", "Ape"),
         MethodEntry("lazyllm", "rows", "LazyLLM",

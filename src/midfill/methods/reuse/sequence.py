@@ -112,6 +112,7 @@ class BlendedSequence(SequenceMethod):
         self.method = method
         self.shared = shared
         self._blend: _Blend | None = None
+        self._estimate: int | None = None
 
     @property
     def _reuse_method(self) -> ReuseMethod:
@@ -181,6 +182,19 @@ class BlendedSequence(SequenceMethod):
     def blends(self) -> bool:
         """Whether a prefill with KV from elsewhere is on its way."""
         return self._blend is not None
+
+    @property
+    def copied(self) -> Int64Array:
+        """Numbers of the tokens whose KV was copied, while a prefill is on its way: [n] int64."""
+        return np.zeros(0, np.int64) if self._blend is None else self._blend.copied
+
+    def found_elsewhere(self, sequence: SequenceView, cached: int) -> int:
+        """See ``SequenceMethod``: looked up once, when it is first asked for."""
+        if self._estimate is None:
+            last = sequence.length - 1
+            donors = self.find_donors(sequence, cached, last) if cached < last else None
+            self._estimate = sum(span.length for span in donors.spans) if donors else 0
+        return self._estimate
 
     def find_donors(self, sequence: SequenceView, first: int, last: int) -> Donors | None:
         """Return what the tokens first <= i < last take from elsewhere; None if nothing."""
