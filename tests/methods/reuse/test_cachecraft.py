@@ -218,7 +218,7 @@ def exact(runner: CpuRunner, prompt: Shown) -> Answer:
 
 def store_of(engine: Engine, method: CacheCraft = CRAFT) -> VariantStore:
     kind = next(kind for kind in engine._methods._kinds if isinstance(kind, blending.ReuseKind))
-    return kind.state_of(method, lambda: VariantStore(method))
+    return kind.state_of(method.statistics, lambda: VariantStore(method))
 
 
 @pytest.mark.parametrize("budget", [7, 64, 512])

@@ -78,6 +78,11 @@ class CacheCraft:
             return None
         return ChunkedSequence(name, self, shared, bounds)
 
+    @property
+    def statistics(self) -> "CacheCraft":
+        """What its statistics depend on: methods of which this is the same share them."""
+        return CacheCraft(1.0, self.every, self.chunks, self.variants, self.decay)
+
     def repaired(self, scores: Float32Array, overhead: float) -> Int64Array:
         """Return which tokens of a chunk are computed again: [n] int64, ascending.
 
@@ -194,7 +199,12 @@ class VariantStore:
         return list(self._chunks.get((tenant, chunk), ()))
 
     def best(
-        self, tenant: str, chunk: bytes, prefix: Sequence[bytes], index: DonorIndex
+        self,
+        tenant: str,
+        chunk: bytes,
+        prefix: Sequence[bytes],
+        index: DonorIndex,
+        alpha: float = 1.0,
     ) -> tuple[Variant, float] | None:
         """Return the variant with the least CFO, and that; None if there is none in the cache.
 
@@ -205,6 +215,7 @@ class VariantStore:
             chunk: its id.
             prefix: the chunks before it.
             index: where cached tokens are.
+            alpha: of the method.
         """
         there = [
             each for each in self._chunks.get((tenant, chunk), ())
@@ -214,8 +225,8 @@ class VariantStore:
             self._chunks.pop((tenant, chunk), None)
             return None
         self._chunks[tenant, chunk] = there
-        found = min(there, key=lambda each: each.overhead(prefix, self._method.alpha))
-        return found, found.overhead(prefix, self._method.alpha)
+        found = min(there, key=lambda each: each.overhead(prefix, alpha))
+        return found, found.overhead(prefix, alpha)
 
     def use(self, variant: Variant, overhead: float) -> None:
         """Note that a variant was taken: the less has to be repaired, the more it is worth."""
@@ -275,7 +286,7 @@ class ChunkedSequence(BlendedSequence):
         self.bounds = tuple(bounds)
         self.overheads: dict[int, float] = {}
         self._craft = method
-        self._store = shared.state_of(method, lambda: VariantStore(method))
+        self._store = shared.state_of(method.statistics, lambda: VariantStore(method))
         self._ids: list[bytes] = []
         self._observed: dict[int, _Observed] = {}
         self._fresh: tuple[int, Float32Array] | None = None
@@ -335,7 +346,9 @@ class ChunkedSequence(BlendedSequence):
         """Return a chunk's variant, its slots and its CFO; None if all of it is computed."""
         ids, index = self._chunk_ids(sequence), self.shared.donors
         start, end = self.bounds[number], self.bounds[number + 1]
-        best = self._store.best(sequence.tenant, ids[number + 1], ids[: number + 1], index)
+        best = self._store.best(
+            sequence.tenant, ids[number + 1], ids[: number + 1], index, self._craft.alpha
+        )
         if best is None or best[1] >= 1.0:
             return None
         variant, overhead = best
