@@ -12,8 +12,9 @@ all of the suffix moves with each keystroke, and as the planner does it, where i
 
 Each prompt is asked for with every method, and last without, by a tenant of its own; by another one
 once it has been computed in full. Nulls compute as many tokens again as CacheBlend does, but at
-random, or the first ones. Methods that compute files apart from each other are measured
-with files only, and their tenant has asked the earlier requests with the method, too.
+random, or the first ones, and as many tokens of each file as Cache-Craft does. Methods that know
+files are measured with files only, and their tenant has asked the earlier requests with the method,
+too.
 """
 
 import math
@@ -39,6 +40,7 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.methods.contexts.method import ParallelMethod
 from midfill.methods.registry import methods_of, parse_name, resolve_method
+from midfill.methods.reuse.cachecraft import CacheCraft
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.bench.documents import unseen_documents
@@ -307,7 +309,7 @@ class _Run:
         tenant = self._prepared(before)
         found: dict[str, Measured] = {}
         for method in (*self._options.names, FULL):
-            if isinstance(self._session.find_method(method), ParallelMethod):
+            if isinstance(self._session.find_method(method), ParallelMethod | CacheCraft):
                 if kind == FILES:
                     own = self._prepared(before, method)
                     found[method] = self._session.ask(prompt, method, own, _MAX_TOKENS)

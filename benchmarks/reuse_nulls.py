@@ -1,14 +1,16 @@
-"""Nulls of CacheBlend: as many tokens are computed again, but not those that differ most."""
+"""Nulls of methods of reuse: as many tokens are computed again, but not those that they choose."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 import numpy as np
 
-from midfill.arrays import Int64Array
+from midfill.arrays import Float32Array, Int64Array
+from midfill.methods.method import Method
 from midfill.methods.registry import resolve_method
 from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.methods.reuse.cachecraft import CacheCraft
 from midfill.methods.reuse.method import LayerKV
 
 
@@ -36,10 +38,32 @@ class FirstRows(CacheBlend):
         return np.arange(self.recomputed(len(computed.keys)), dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class RandomTokens(CacheCraft):
+    """Tokens of each chunk at random, which follow from its statistics alone."""
+
+    def repaired(self, scores: Float32Array, overhead: float) -> Int64Array:
+        """See ``CacheCraft.repaired``."""
+        seed = blake2b(scores.tobytes(), digest_size=16).digest()
+        drawn = np.random.default_rng(list(seed)).permutation(len(scores))
+        chosen: Int64Array = np.sort(drawn[: int(np.ceil(overhead * len(scores)))])
+        return chosen.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class FirstTokens(CacheCraft):
+    """The first tokens of each chunk."""
+
+    def repaired(self, scores: Float32Array, overhead: float) -> Int64Array:
+        """See ``CacheCraft.repaired``."""
+        return np.arange(int(np.ceil(overhead * len(scores))), dtype=np.int64)
+
+
 _NULLS = {"random tokens": RandomRows, "first tokens": FirstRows}
+_CHUNK_NULLS = {"random tokens": RandomTokens, "first tokens": FirstTokens}
 
 
-def reuse_nulls(specifications: Sequence[str]) -> dict[str, tuple[str, CacheBlend]]:
+def reuse_nulls(specifications: Sequence[str]) -> dict[str, tuple[str, Method]]:
     """Return the nulls of the methods that choose tokens to compute again.
 
     Args:
@@ -48,12 +72,16 @@ def reuse_nulls(specifications: Sequence[str]) -> dict[str, tuple[str, CacheBlen
     Returns:
         By name, the specification of a null's method, and the null.
     """
-    found: dict[str, tuple[str, CacheBlend]] = {}
+    found: dict[str, tuple[str, Method]] = {}
     for specification in specifications:
         method = resolve_method(specification)
+        if isinstance(method, CacheCraft) and method.alpha:
+            settings = {field.name: getattr(method, field.name) for field in fields(method)}
+            for title, craft in _CHUNK_NULLS.items():
+                found[f"{specification} {title}"] = (specification, craft(**settings))
         if not isinstance(method, CacheBlend) or not 0 < method.ratio < 1:
             continue
         for title, null in _NULLS.items():
-            fields = (method.ratio, method.check_layer, method.compare, method.min_run)
-            found[f"{specification} {title}"] = (specification, null(*fields))
+            values = (method.ratio, method.check_layer, method.compare, method.min_run)
+            found[f"{specification} {title}"] = (specification, null(*values))
     return found

@@ -14,6 +14,8 @@ from benchmarks.__main__ import make_app
 from benchmarks.reuse import FULL, ReuseOptions, ReuseReport, Trial, measure_reuse, reuse_table
 from benchmarks.reuse_nulls import reuse_nulls
 from midfill.errors import MidfillError
+from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.methods.reuse.cachecraft import CacheCraft
 from midfill.methods.reuse.method import LayerKV
 from midfill_lab.evaluation.problems import Problem
 
@@ -119,8 +121,9 @@ def test_nulls_choose_at_random_or_the_first_the_same_way_each_time() -> None:
     values = np.random.default_rng(0).normal(size=(2, 40, 3, 8)).astype(np.float32)
     computed = LayerKV(values[0], values[1])
     copied = LayerKV(values[0][::-1], values[1][::-1])
-    nulls = {name: null for name, (_, null) in reuse_nulls([NOTHING, SOME, APART]).items()}
-    assert list(nulls) == NULLS
+    found = reuse_nulls([NOTHING, SOME, APART]).items()
+    nulls = {name: null for name, (_, null) in found if isinstance(null, CacheBlend)}
+    assert list(nulls) == NULLS == [name for name, _ in found]
     chance, first = (null.select(copied, computed) for null in nulls.values())
     assert first.tolist() == list(range(12))
     assert len(set(chance.tolist())) == 12
@@ -128,6 +131,19 @@ def test_nulls_choose_at_random_or_the_first_the_same_way_each_time() -> None:
     assert nulls[NULLS[0]].select(copied, computed).tolist() == chance.tolist()
     assert nulls[NULLS[0]].select(copied, copied).tolist() != chance.tolist()
     assert nulls[NULLS[0]] != nulls[NULLS[1]], "their KV isn't shared"
+
+
+def test_nulls_of_cache_craft_repair_as_many_tokens_of_each_file() -> None:
+    scores = np.random.default_rng(0).random(40).astype(np.float32)
+    nulls = [
+        null for _, null in reuse_nulls(["cachecraft:alpha=0.5", "cachecraft:alpha=0"]).values()
+    ]
+    found = [null.repaired(scores, 0.3) for null in nulls if isinstance(null, CacheCraft)]
+    chance, first = (each.tolist() for each in found)
+    assert first == list(range(12))
+    assert len(set(chance)) == 12
+    assert chance == sorted(chance) != first
+    assert chance != CacheCraft().repaired(scores, 0.3).tolist()
 
 
 def test_what_is_typed_moves_the_suffix_in_psm_order_only(report: ReuseReport) -> None:

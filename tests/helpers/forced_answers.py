@@ -47,21 +47,36 @@ class ForcedAnswers:
     """Asks one engine, in which every exact prompt stays cached, for given answers.
 
     The runner serves nothing else: its cells are this engine's.
+
+    Attributes:
+        computed: rows that the last answer took, its prompt's and its own.
     """
 
     def __init__(self, runner: CpuRunner, methods: Mapping[str, Method | None]) -> None:
         self._forcing = ForcingRunner(runner)
+        self.computed = 0
         self._exact: dict[tuple[tuple[int, ...], tuple[int, ...]], np.ndarray] = {}
         # A prompt is one step, and no answer is drafted.
         self._engine = build_engine(self._forcing, token_budget=8192, methods=methods)  # type: ignore[arg-type]
 
     def logprobs(
-        self, method: str, prompt: Sequence[int], answer: Sequence[int], tenant: str = ""
+        self,
+        method: str,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        tenant: str = "",
+        contexts: tuple[int, ...] = (),
     ) -> np.ndarray:
-        """Return the log probabilities [answer's tokens, vocab]; tenants share no cache."""
+        """Return the log probabilities [answer's tokens, vocab]; tenants share no cache.
+
+        ``contexts`` are the bounds of the prompt's files, see ``EngineRequest``.
+        """
         self._forcing.answer, self._forcing.seen = answer, []
         params = EngineSamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
-        found = serve(self._engine, [request("r", prompt, params, tenant, method=method)])["r", 0]
+        asked = request("r", prompt, params, tenant, method=method, contexts=contexts)
+        self.computed = -self._engine.stats().computed_tokens
+        found = serve(self._engine, [asked])["r", 0]
+        self.computed += self._engine.stats().computed_tokens
         assert found.tokens == list(answer)
         return np.array(self._forcing.seen)
 

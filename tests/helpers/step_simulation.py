@@ -147,6 +147,9 @@ class Simulation:
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
         return CachedPrefix(self._all[sequence_id].job.cached, 0)
 
+    def found_elsewhere(self, sequence_id: int) -> int:
+        return 0
+
     def common_prefix(self, first: int, second: int) -> int:
         return self.common.get((first, second), 0)
 

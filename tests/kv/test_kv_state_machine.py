@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 from midfill.arrays import Int32Array
 from midfill.kv.branches import Branches
+from midfill.kv.donor_index import DonorIndex
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import BranchRoot, CacheRoot
 from midfill.kv.sequence_kv import SequenceKV
@@ -38,6 +39,12 @@ TOKENS = st.builds(
     st.integers(0, len(DOCUMENT)),
     st.lists(st.integers(0, 2), min_size=1, max_size=3),
 )
+
+
+def common(a: list[int], b: Path) -> int:
+    """How many leading tokens two texts have in common."""
+    differs = (place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differs, min(len(a), len(b)))
 
 
 def int32(values: list[int] | Path) -> Int32Array:
@@ -141,6 +148,8 @@ class KVMachine(RuleBasedStateMachine):
         self.model = NaiveCache()
         self.free = set(range(slots))
         self.live: list[Holder] = []
+        self.donors = DonorIndex(slots)
+        self.pool.cache.watch(self.donors)
         self.branches = Branches(self.pool.cache)
         self.bases: dict[BranchRoot, Path] = {}
 
@@ -319,23 +328,29 @@ class KVMachine(RuleBasedStateMachine):
         self.model.locks.remove(holder.base_lock)
         self.model.locks.remove(holder.lock)
 
-    @rule(tenant=TENANTS, most=st.integers(0, 30), new=st.integers(1, 4))
-    def recent_texts(self, tenant: str, most: int, new: int) -> None:
-        """The latest leaves with what leads to them, unless most of it has been seen."""
+    @rule(tenant=TENANTS, tokens=TOKENS, least=st.integers(1, 4))
+    def find_donors(self, tenant: str, tokens: list[int], least: int) -> None:
+        """Every span that stands anywhere in exact text of the tenant, longest first."""
         paths = {path for owner, path in self.model.positions if owner == tenant}
-        leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
-        leaves.sort(key=lambda path: self.model.positions[tenant, path].last_used, reverse=True)
-        expected: list[Path] = []
-        seen: set[Path] = set()
-        for path in leaves:
-            parts = {path[: end + 1] for end in range(len(path))}
-            if sum(map(len, expected)) < most and len(parts - seen) >= new:
-                expected.append(path)
-                seen |= parts
-        found = self.pool.cache.recent_texts(tenant, most, new)
-        assert [tuple(text.tokens.tolist()) for text in found] == expected
-        for text in found:
-            assert text.slots.tolist() == self.model.slots(tenant, tuple(text.tokens.tolist()))
+        at, expected = 1, []
+        while at < len(tokens):
+            lengths = [
+                common(tokens[at:], path[place:]) for path in paths for place in range(1, len(path))
+            ]
+            most = max(lengths, default=0)
+            if most >= least:
+                expected.append((at, most))
+            at += most if most >= least else 1
+        found = self.donors.find(tenant, int32(tokens), 0, least)
+        assert [(span.start, span.length) for span in found] == expected
+        for span in found:
+            wanted = tuple(tokens[span.start : span.end])
+            places = [
+                self.model.slots(tenant, path)[span.position :]
+                for path in paths
+                if path[span.position :] == wanted
+            ]
+            assert span.slots.tolist() in places
 
     @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:

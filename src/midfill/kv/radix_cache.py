@@ -9,9 +9,9 @@ is not exact has further roots (``kv.branches``).
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -120,18 +120,6 @@ class Insertion:
     duplicates: Int32Array
 
 
-class CachedText(NamedTuple):
-    """Tokens from position 0 whose KV is cached.
-
-    Attributes:
-        tokens: [n] int32.
-        slots: [n] int32, the slots of their KV.
-    """
-
-    tokens: Int32Array
-    slots: Int32Array
-
-
 class CachedPrefix(NamedTuple):
     """How much of a token sequence is cached.
 
@@ -142,6 +130,22 @@ class CachedPrefix(NamedTuple):
 
     tokens: int
     evictable: int
+
+
+class CacheWatcher(Protocol):
+    """Follows what the cache holds."""
+
+    def added(self, root: CacheRoot, tokens: Int32Array, slots: Int32Array, after: int) -> None:
+        """Note tokens that are cached now.
+
+        Args:
+            root: of their tree.
+            tokens, slots: [n] int32, at least one.
+            after: slot of the token before the first one; -1 if there is none.
+        """
+
+    def removed(self, slots: Int32Array) -> None:
+        """Note that [n] int32 ``slots`` are evicted; what came after them is, too."""
 
 
 class RadixCache:
@@ -172,6 +176,7 @@ class RadixCache:
         # entry (``queued``), so the heap is no larger than the tree.
         self._queue: list[tuple[bool, int, int, RadixNode]] = []
         self._pushes = 0
+        self._watcher: CacheWatcher | None = None
 
     @property
     def tenants(self) -> int:
@@ -220,41 +225,14 @@ class RadixCache:
             return _EMPTY
         return np.concatenate([*(node.slots for node in path[:-1]), path[-1].slots[:common]])
 
-    def recent_texts(self, tenant: str, max_tokens: int, min_new: int) -> list[CachedText]:
-        """Return what was cached last for a tenant, the latest first; changes nothing.
-
-        Args:
-            tenant: whose tree to look at.
-            max_tokens: of all texts together. The last one may exceed it.
-            min_new: texts are left out of which fewer tokens are in none of those before.
-        """
-        texts: list[CachedText] = []
-        seen: set[RadixNode] = set()
-        leaves = sorted(self._leaves(tenant), key=lambda leaf: leaf.last_used, reverse=True)
-        for leaf in leaves:
-            if max_tokens <= 0:
-                break
-            path, new = [leaf], 0 if leaf in seen else len(leaf.tokens)
-            while (parent := path[-1].parent) is not None and parent.parent is not None:
-                path.append(parent)
-                new += 0 if parent in seen else len(parent.tokens)
-            if new < min_new:
-                continue
-            seen.update(path)
-            tokens = np.concatenate([node.tokens for node in reversed(path)])
-            texts.append(CachedText(tokens, np.concatenate([each.slots for each in path[::-1]])))
-            max_tokens -= len(tokens)
-        return texts
-
-    def _leaves(self, tenant: str) -> Iterator[RadixNode]:
-        root = self._roots.get(tenant)
-        stack = [] if root is None else list(root.children.values())
+    def watch(self, watcher: CacheWatcher) -> None:
+        """Tell ``watcher`` what is cached, and from now on whatever is cached and evicted."""
+        self._watcher = watcher
+        stack = [(node, -1) for root in self._roots.values() for node in root.children.values()]
         while stack:
-            node = stack.pop()
-            if node.children:
-                stack += node.children.values()
-            else:
-                yield node
+            node, after = stack.pop()
+            watcher.added(node.root, node.tokens, node.slots, after)
+            stack += ((child, int(node.slots[-1])) for child in node.children.values())
 
     def insert(
         self,
@@ -298,6 +276,8 @@ class RadixCache:
         else:
             node = self._add_child(root, parent, tail, tail_slots, low_priority)
             self.evictable_tokens += len(tail)
+        if self._watcher is not None:
+            self._watcher.added(root, tail, tail_slots, int(found.slots[-1]) if known else -1)
         return Insertion(np.concatenate((found.slots, tail_slots)), node, duplicates)
 
     def lock(self, node: RadixNode | None) -> None:
@@ -361,6 +341,9 @@ class RadixCache:
                 self._enqueue(node)
             else:
                 self._remove(node)
+        if self._watcher is not None:
+            for slots in taken:
+                self._watcher.removed(slots)
         return np.concatenate(taken) if taken else _EMPTY
 
     def evict_leaf(self) -> Int32Array:

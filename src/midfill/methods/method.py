@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 from midfill.methods.contexts.method import ParallelMethod
 from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.reuse.method import ReuseMethod
+from midfill.methods.reuse.sequence import OwnSequences
 from midfill.methods.rows.method import PruningMethod
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_decode.method import SparseDecodeMethod
@@ -51,6 +52,7 @@ class CombinedMethod:
 Method = (
     CombinedMethod
     | CompressionMethod
+    | OwnSequences
     | ParallelMethod
     | PrefillMethod
     | PruningMethod

@@ -177,6 +177,10 @@ class SequenceMethod:
         """
         return None
 
+    def found_elsewhere(self, sequence: SequenceView, cached: int) -> int:
+        """Estimate how many tokens after ``cached`` a queued sequence will take from elsewhere."""
+        return 0
+
     @property
     def is_private(self) -> bool:
         """Whether nothing of its KV may go to the cache."""
@@ -252,6 +256,10 @@ class SequenceMethod:
         """
         return True
 
+    def take_extra_rows(self) -> int:
+        """Return how many rows it has run by itself in decisions since it was last asked."""
+        return 0
+
     def rolled_back(self, computed: int) -> None:
         """Forget what was observed of tokens after the first ``computed``: wrong drafts."""
 
@@ -308,6 +316,9 @@ class ComposedMethod(SequenceMethod):
     ) -> tuple[Branch, CachedPrefix] | None:
         found = (method.find_branch(sequence, tokens, exact) for method in self.methods)
         return next((branch for branch in found if branch is not None), None)
+
+    def found_elsewhere(self, sequence: SequenceView, cached: int) -> int:
+        return max(method.found_elsewhere(sequence, cached) for method in self.methods)
 
     @property
     def is_private(self) -> bool:
@@ -367,6 +378,9 @@ class ComposedMethod(SequenceMethod):
 
     def decide(self, sequence: SequenceView) -> bool:
         return all(method.decide(sequence) for method in self.methods)
+
+    def take_extra_rows(self) -> int:
+        return sum(method.take_extra_rows() for method in self.methods)
 
     def rolled_back(self, computed: int) -> None:
         for method in self.methods:

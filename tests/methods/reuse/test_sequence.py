@@ -1,7 +1,4 @@
-"""Prompts made of text that stands elsewhere in the cache, on a tiny model.
-
-The naive reference computes one row of one layer at a time, over KV that it holds in arrays.
-"""
+"""Prompts made of text that stands elsewhere in the cache, on a tiny model."""
 
 import random
 from collections.abc import Iterator
@@ -11,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from naive_blend import NaiveBlend
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.arrays import Int64Array
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.kv.ragged import cells_of_slots
 from midfill.kv.token_runs import find_runs
 from midfill.methods.reuse import sequence as blending
 from midfill.methods.reuse.cacheblend import CacheBlend
@@ -24,14 +21,11 @@ from midfill.methods.reuse.method import LayerKV
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
-from midfill.runners.rope import layer_frequencies, shift_keys
 from serving import (
     Answer,
     FixedCost,
     build_engine,
-    next_logits,
     preempting_every,
     request,
     same,
@@ -103,72 +97,20 @@ def exact(runner: CpuRunner, tokens: list[int]) -> Answer:
     return ask(engine_of(runner), tokens, "none")
 
 
-class NaiveBlend:
-    """Blends one prompt row by row; its slot of position i is ``base`` + i."""
+def naive_logits(
+    runner: CpuRunner, tokens: list[int], source: list[int], prefix: int, method: CacheBlend
+) -> np.ndarray:
+    ids = [np.array(one, np.int32) for one in (tokens[:-1], source)]
+    runs = find_runs(ids[0], prefix, ids[1:], method.min_run)
+    places = {run.start + i: run.source_start + i for run in runs for i in range(run.length)}
 
-    def __init__(self, runner: CpuRunner, base: int) -> None:
-        self.runner, self.base = runner, base
-        self.keys: dict[tuple[int, int], np.ndarray] = {}
-
-    def row(self, tokens: list[int], at: int, hidden: object, first: int, end: int) -> object:
-        slots = np.arange(self.base, self.base + at + 1, dtype=np.int32)
-        batch = ForwardBatch(
-            token_ids=np.array([tokens[at]], np.int32),
-            positions=np.array([at], np.int32),
-            write_slots=slots[-1:],
-            query_indptr=np.array([0, 1], np.int32),
-            kv_indptr=np.array([0, at + 1], np.int32),
-            kv_slots=slots,
-            logit_rows=np.array([0], np.int32),
-        )
-        hidden = self.runner.embed(batch) if hidden is None else hidden
-        hidden = self.runner.run_layers(batch, hidden, first, end)
-        return self.runner.compute_logits(batch, hidden).copy() if end == 3 else hidden
-
-    def cells(self, slots: np.ndarray, layer: int) -> np.ndarray:
-        heads = self.runner.config.kv_heads
-        every = cells_of_slots(slots.astype(np.int32), 3 * heads, self.runner.slots)
-        return every[layer * heads : (layer + 1) * heads]
-
-    def kv(self, slots: np.ndarray, layer: int) -> LayerKV:
-        pairs = [self.runner.cells.read(head) for head in self.cells(slots, layer)]
-        return LayerKV(*(np.stack(each, axis=1) for each in zip(*pairs, strict=True)))
-
-    def logits(
-        self, tokens: list[int], source: list[int], prefix: int, method: CacheBlend
-    ) -> np.ndarray:
-        """Return the last token's logits, with ``source`` in the slots from 0 on."""
-        next_logits(self.runner, source)
-        ids = [np.array(one, np.int32) for one in (tokens[:-1], source)]
-        runs = find_runs(ids[0], prefix, ids[1:], method.min_run)
-        places = {run.start + i: run.source_start + i for run in runs for i in range(run.length)}
-        copied = np.array(sorted(places))
-        origin = np.array([places[at] for at in copied])
-        frequencies = layer_frequencies(self.runner.config)
-        old = []
-        for layer in range(3):
-            kv = self.kv(origin, layer)
-            shift = np.repeat(copied - origin, kv.keys.shape[1]).astype(np.int32)
-            turned = shift_keys(kv.keys.reshape(-1, kv.keys.shape[2]), shift, frequencies, None)
-            old.append(LayerKV(turned.reshape(kv.keys.shape), kv.values))
-        check = method.check_layer + 1
-        hidden = [self.row(tokens, at, None, 0, check) for at in range(runs[-1].end)]
-        new = self.kv(copied + self.base, check - 1)
-        deviation = [
-            ((new.values[i] - old[check - 1].values[i]) ** 2).sum() for i in range(len(copied))
-        ]
+    def choose(copied: Int64Array, old: LayerKV, new: LayerKV) -> set[int]:
+        deviation = [((new.values[i] - old.values[i]) ** 2).sum() for i in range(len(copied))]
         ranked = sorted(range(len(copied)), key=lambda i: -deviation[i])
-        again = {int(copied[i]) for i in ranked[: method.recomputed(len(copied))]}
-        for layer in range(check, 3):
-            for head, cells in enumerate(self.cells(copied + self.base, layer)):
-                keys, values = old[layer].keys[:, head], old[layer].values[:, head]
-                self.runner.cells.write(cells, np.ascontiguousarray(keys), values.copy())
-            for at in range(runs[-1].end):
-                if at < prefix or at not in places or at in again:
-                    hidden[at] = self.row(tokens, at, hidden[at], layer, layer + 1)
-        for at in range(runs[-1].end, len(tokens)):
-            last = self.row(tokens, at, None, 0, 3)
-        return np.asarray(last)[0]
+        return {int(copied[i]) for i in ranked[: method.recomputed(len(copied))]}
+
+    blend = NaiveBlend(runner, 400)
+    return blend.logits(tokens, source, places, runs[-1].end, method.check_layer + 1, choose)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.6, 1.0])
@@ -176,7 +118,7 @@ def test_the_answer_begins_as_the_naive_blend_does(runner: CpuRunner, ratio: flo
     method = replace(BLEND, ratio=ratio)
     found = ask(after(engine_of(runner, method), FIRST), JUMP)
     # The naive prefix is computed like everything else, which gives the same KV.
-    logits = NaiveBlend(runner, 400).logits(JUMP, FIRST, 1 + len(HEAD), method)
+    logits = naive_logits(runner, JUMP, FIRST, 1 + len(HEAD), method)
     assert found.tokens[0] == logits.argmax()
     normed = logits - np.logaddexp.reduce(logits.astype(np.float64))
     assert found.logprobs[0].logprob == pytest.approx(normed.max(), abs=1e-6)
@@ -398,7 +340,7 @@ def test_decodes_go_on_while_a_prompt_is_blended(runner: CpuRunner) -> None:
         steps += 1
         assert [output.request_id for output in outputs if output.token_ids] == ["decoding"]
         sequence = engine._queues.sequences_of("r")[0]
-        blends = sequence.method._blend is not None
+        blends = sequence.method.blends
     assert steps > 2
     serve(engine)
 

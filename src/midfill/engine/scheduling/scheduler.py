@@ -137,6 +137,12 @@ class CacheView(Protocol):
         Its last token must run, and so must those whose logits score its prompt.
         """
 
+    def found_elsewhere(self, sequence_id: int) -> int:
+        """Estimate how many more tokens of a queued sequence have KV that its method can use.
+
+        It stands in other places of the cache, and is looked up once.
+        """
+
     def common_prefix(self, first: int, second: int) -> int:
         """Return how many leading tokens of ``second`` a queued sequence could take over.
 

@@ -260,6 +260,14 @@ class _QueueCacheView:
             found = self._found[sequence_id] = look_up(sequence, self._pool).cached
         return found
 
+    def found_elsewhere(self, sequence_id: int) -> int:
+        """See ``CacheView.found_elsewhere``."""
+        sequence = self._sequences[sequence_id]
+        if sequence.method.is_null:
+            return 0
+        cached = self.cached_prefix(sequence_id).tokens
+        return sequence.method.found_elsewhere(sequence, cached)
+
     def common_prefix(self, first: int, second: int) -> int:
         """See ``CacheView.common_prefix``."""
         a, b = self._sequences[first], self._sequences[second]

@@ -100,11 +100,13 @@ class StepCommit:
         Without room for what stays, it is preempted. If the method fails, the sequence ends, and
         its last outputs are added to ``outputs``.
         """
+        method = sequence.method
         try:
-            fits = sequence.method.decide(sequence)
+            fits = method.decide(sequence)
         except Exception as error:
             outputs += self._queues.fail([sequence], method_failure(sequence, error))
             return False
+        self._counters.computed_tokens += method.take_extra_rows()
         if not fits:
             self._execution.preempt(sequence)
         return fits

@@ -24,6 +24,15 @@ def test_the_share_that_is_cached_decides_and_not_the_number_of_tokens() -> None
     assert [chunk.sequence_id for chunk in plan.admit] == [3, 2, 1]
 
 
+def test_what_stands_elsewhere_counts_as_well() -> None:
+    cached = {2: CachedPrefix(50, 0), 3: CachedPrefix(10, 0)}
+    cache = CacheFacts(cached=cached, elsewhere={3: 60})
+    queue = (WaitingSequence(1, 100), WaitingSequence(2, 100), WaitingSequence(3, 100))
+    policy = OrderedAdmission(SarathiServe(token_budget=10_000), HighestHitRate())
+    plan = policy.plan(ScheduleState((), queue, 10_000, cache))
+    assert [chunk.sequence_id for chunk in plan.admit] == [3, 2, 1]
+
+
 def test_mean_time_to_first_token_is_below_first_come_first_served() -> None:
     chance = random.Random(1)
     jobs = [

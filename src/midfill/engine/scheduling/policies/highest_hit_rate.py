@@ -4,7 +4,8 @@ Source: Yang et al., "KVShare: An LLM Service System with Efficient and Effectiv
 Cache Reuse", 2025, arXiv 2503.16525, its cache-aware scheduler: the queue by descending hit rate.
 Unlike SGLang's order (``LongestPrefixMatch``), the share of a prompt counts and not the number of
 tokens: a short prompt that is all cached comes before a long one with more cached tokens and more
-to compute. The paper leaves starvation open; ageing is an addition.
+to compute. What a method of reuse takes from elsewhere in the cache counts as well. The paper
+leaves starvation open; ageing is an addition.
 """
 
 from dataclasses import dataclass
@@ -32,4 +33,5 @@ class HighestHitRate(QueueOrder):
     def rank(self, state: ScheduleState, sequence: WaitingSequence) -> Rank:
         """Return a waiting sequence's rank."""
         cached = state.cache.cached_prefix(sequence.sequence_id).tokens
+        cached += state.cache.found_elsewhere(sequence.sequence_id)
         return (-(cached / sequence.length + self.ageing * self.age(state, sequence)),)

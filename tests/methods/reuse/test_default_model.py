@@ -1,0 +1,192 @@
+"""Cache-Craft and KVShare on the default model: KL from exact KV beside their nulls; -s shows it.
+
+Texts are source files of installed libraries, whose next tokens are known. Differences are paired,
+text by text.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from default_model import DefaultModel
+
+from benchmarks.reuse_nulls import FirstTokens, RandomTokens
+from midfill.arrays import Float64Array, Int64Array
+from midfill.methods.method import Method
+from midfill.methods.reuse.cachecraft import CacheCraft
+from midfill.methods.reuse.kvshare import KVShare
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+
+TEXTS, STUDENT = 6, 2.571
+"""97.5% quantile of Student's distribution with ``TEXTS`` - 1 degrees of freedom."""
+CHUNK, SYSTEM, QUESTION, ANSWER = 150, 40, 64, 16
+LONG, KNOWN, INSERTED = 440, 32, 50
+
+
+@dataclass(frozen=True)
+class RandomRows(KVShare):
+    """As many copied tokens at random."""
+
+    def repaired(
+        self, deviation: Float64Array, size: Float64Array, attention: Float64Array
+    ) -> Int64Array:
+        count = int(self.ratio * len(deviation))
+        return np.sort(generator(deviation).permutation(len(deviation))[:count])
+
+
+def generator(array: np.ndarray) -> np.random.Generator:
+    """Return random numbers that follow from an array."""
+    return np.random.default_rng(list(blake2b(array.tobytes(), digest_size=8).digest()))
+
+
+@dataclass
+class Measured:
+    """Of each text: KL of the first token, of all answered ones on average, and rows computed."""
+
+    first: np.ndarray
+    mean: np.ndarray
+    rows: np.ndarray
+
+
+class Asking:
+    """Asks the default model for known tokens, over text that was cached in another order."""
+
+    def __init__(self, model: DefaultModel, stack: ExitStack) -> None:
+        self.model = model
+        self._methods: dict[str, Method | None] = {"": None}
+        self._answers = stack.enter_context(
+            model.forced_answers(TEXTS * 6000 + 2000, self._methods)
+        )
+
+    def text(self, number: int, length: int) -> list[int]:
+        found = self.model.haystacks.hide(number, length + 40, [])[:length]
+        assert len(found) == length
+        return found
+
+    def ask(
+        self,
+        method: Method | None,
+        prompt: list[int],
+        answer: list[int],
+        tenant: str,
+        contexts: tuple[int, ...] = (),
+    ) -> tuple[np.ndarray, int]:
+        """Return the log probabilities of known tokens, and how many rows were computed."""
+        name = "" if method is None else repr(method)
+        self._methods[name] = method
+        rows = self._answers.logprobs(name, prompt, answer, tenant, contexts)
+        return rows, self._answers.computed
+
+    def files(self, methods: dict[str, CacheCraft]) -> dict[str, Measured]:
+        """Three consecutive parts of a file as chunks, which were cached in another order."""
+        found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in methods}
+        for number in range(TEXTS):
+            system = self.text(100 + number, SYSTEM)
+            text = self.text(number, 3 * CHUNK + QUESTION + ANSWER)
+            chunks = [text[start : start + CHUNK] for start in range(0, 3 * CHUNK, CHUNK)]
+            answer, question = text[-ANSWER:], text[3 * CHUNK : -ANSWER]
+            bounds = tuple(SYSTEM + CHUNK * count for count in range(4))
+            before = [*system, *chunks[1], *chunks[2], *chunks[0], *question[::-1]]
+            prompt = [*system, *text[:-ANSWER]]
+            tenant = f"files {number}"
+            exact, _ = self.ask(None, prompt, answer, f"exact {number}")
+            self.ask(next(iter(methods.values())), before, answer[:1], tenant, bounds)
+            for name, method in methods.items():
+                rows, computed = self.ask(method, prompt, answer, tenant, bounds)
+                found[name].append((*divergence(exact, rows), computed - ANSWER + 1))
+        return collected(found)
+
+    def edits(self, methods: dict[str, KVShare]) -> dict[str, Measured]:
+        """A text of which every tenth token is another one, with a paragraph put in."""
+        found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in methods}
+        for number in range(TEXTS):
+            chance = random.Random(number)
+            text = self.text(number, LONG + KNOWN)
+            edited = list(text[:LONG])
+            for start in range(20, LONG - 60, 40):  # four tokens side by side of every forty
+                for place in range(start, start + 4):
+                    edited[place] = chance.choice(text)
+            prompt = edited[:90] + self.text(200 + number, INSERTED) + edited[90:]
+            answer, tenant = text[LONG:], f"edits {number}"
+            exact, _ = self.ask(None, prompt, answer, f"edited {number}")
+            self.ask(None, text[: LONG - 30], answer[:1], tenant)
+            for name, method in methods.items():
+                rows, computed = self.ask(method, prompt, answer, tenant)
+                found[name].append((*divergence(exact, rows), computed))
+        return collected(found)
+
+
+def divergence(exact: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    each = (np.exp(exact) * (exact - other)).sum(axis=1)
+    return float(each[0]), float(each.mean())
+
+
+def collected(found: dict[str, list[tuple[float, float, int]]]) -> dict[str, Measured]:
+    return {name: Measured(*np.array(rows).T) for name, rows in found.items()}
+
+
+def radius(values: np.ndarray) -> float:
+    return float(STUDENT * values.std(ddof=1) / np.sqrt(len(values)))
+
+
+def show(title: str, found: dict[str, Measured], reference: str) -> None:
+    print(f"\n{title}")
+    for name, each in found.items():
+        off = each.mean - found[reference].mean
+        print(
+            f"{name:30} rows {each.rows.mean():6.0f}  first {each.first.mean():.4f}"
+            f"  mean {each.mean.mean():.4f} ±{radius(each.mean):.4f}"
+            f"  beside {reference}: {off.mean():+.4f} ±{radius(off):.4f}"
+        )
+
+
+def is_below(lower: Measured, higher: Measured) -> bool:
+    """Whether paired differences are above 0 with all of their 95% interval."""
+    off = higher.mean - lower.mean
+    return bool(off.mean() > radius(off))
+
+
+@pytest.fixture(scope="module")
+def asking(default_model: DefaultModel) -> Iterator[Asking]:
+    with ExitStack() as stack:
+        yield Asking(default_model, stack)
+
+
+def test_files_that_are_repaired_by_attention_beside_others(asking: Asking) -> None:
+    found = asking.files(
+        {
+            "no repair": CacheCraft(alpha=0.0),
+            "alpha 0.5": CacheCraft(alpha=0.5),
+            "Cache-Craft": CacheCraft(),
+            "random tokens": RandomTokens(),
+            "first tokens": FirstTokens(),
+            "alpha 2": CacheCraft(alpha=2.0),
+        }
+    )
+    show("Cache-Craft", found, "Cache-Craft")
+    rows = [found[name].rows.mean() for name in ("no repair", "alpha 0.5", "Cache-Craft")]
+    assert rows[0] < rows[1] < rows[2]
+    assert rows[2] == found["random tokens"].rows.mean() == found["first tokens"].rows.mean()
+    assert found["Cache-Craft"].mean.mean() < found["no repair"].mean.mean()
+
+
+def test_edited_text_that_is_repaired_once_or_twice_beside_others(asking: Asking) -> None:
+    share = KVShare(refresh=0)
+    found = asking.edits(
+        {
+            "no repair": replace(share, ratio=0.0),
+            "random rows": RandomRows(refresh=0),
+            "stage 1": share,
+            "stages 1 and 2": KVShare(ratio=0.1),
+            "stage 1, ratio 0.1": replace(share, ratio=0.1),
+            "stage 1, ratio 0.5": replace(share, ratio=0.5),
+        }
+    )
+    show("KVShare", found, "stage 1")
+    rows = [found[name].rows.mean() for name in ("no repair", "stage 1", "stage 1, ratio 0.5")]
+    assert rows[0] < rows[1] <= rows[2], "eps bounds what any ratio repairs"
