@@ -65,6 +65,7 @@ _SMALL = {
     "gear": "block=32,buffer=16",
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
+    "lserve": "budget=192,sinks=4,recent=60",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
 }
 _WHOLE = {
@@ -77,6 +78,7 @@ _WHOLE = {
     "gear": "buffer=200",
     "minference": "chunk=64,dense=0,scale=100",
     "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
+    "lserve": "budget=512,recent=400",
     STREAMING_PREFILL: "sparsity=0,sinks=4,recent=32",
 }
 

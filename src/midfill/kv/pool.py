@@ -93,6 +93,16 @@ class SlotAllocator:
         # A slot's index in the array it was allocated or freed with, or _FREE. One comparison
         # detects double frees, those within one call included.
         self._place: Int32Array = np.full(total, _FREE, dtype=np.int32)
+        self._uses: Int32Array | None = None
+
+    def count_uses(self) -> Int32Array:
+        """Return how often each slot has been allocated: [total] int32, counted from now on.
+
+        Whoever notes something about what a slot holds can tell by it whether that is still there.
+        """
+        if self._uses is None:
+            self._uses = np.zeros(self.total, np.int32)
+        return self._uses
 
     @property
     def free_slots(self) -> int:
@@ -111,6 +121,8 @@ class SlotAllocator:
         slots = self._stack[left : self._free][::-1].copy()
         self._place[slots] = 0
         self._free = left
+        if self._uses is not None:
+            self._uses[slots] += 1
         return slots
 
     def free(self, slots: Int32Array) -> None:

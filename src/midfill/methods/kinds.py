@@ -26,6 +26,7 @@ from midfill.methods.sequence_method import (
     SequenceView,
     compose,
 )
+from midfill.methods.sparse_decode.sequence import DecodeReads, SparseDecodeKind
 from midfill.methods.sparse_prefill.sequence import SparsePrefillKind
 from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.runner import Runner
@@ -53,15 +54,23 @@ class MethodKinds:
         self._longest = max(_TRIAL_TOKENS, runner.config.context)
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
-        # In the order in which they arrange a sequence's rows.
+        self._sparse_decode = SparseDecodeKind(runner.config, pool)
+        # In the order in which they arrange a sequence's rows and decide about its KV. Summaries of
+        # pages are found by the slots that they have before others are evicted.
         self._kinds: tuple[MethodKind, ...] = (
             ContextKind(runner, pool),
             ReuseKind(runner, pool),
             PruningKind(runner),
             sparse,
+            self._sparse_decode,
             EvictionKind(runner, Eviction(runner, pool)),
             *further,
         )
+
+    @property
+    def decode_reads(self) -> DecodeReads:
+        """What was read of answers' KV where rows choose their keys."""
+        return self._sparse_decode.reads
 
     def check(self, method: Method | None) -> None:
         """Check that a method's parts can stand together, on a request that all of them act on.

@@ -9,6 +9,7 @@ from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.reuse.method import ReuseMethod
 from midfill.methods.rows.method import PruningMethod
 from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_decode.method import SparseDecodeMethod
 from midfill.methods.sparse_prefill.method import PrefillMethod
 
 
@@ -54,6 +55,7 @@ Method = (
     | PrefillMethod
     | PruningMethod
     | ReuseMethod
+    | SparseDecodeMethod
 )
 """What a request can ask for."""
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from midfill.kernels.cpu.kv_cache import KVArray
 from midfill.kernels.cpu.memory import (
     Float32Array,
     Float64Array,
@@ -42,6 +43,30 @@ class QuantizedTable(NamedTuple):
     kernel: int
 
 
+class SelectorTable(NamedTuple):
+    """What chooses, within the step and layer by layer, which keys some requests' rows attend to.
+
+    Where there is one, its kernel writes the lists of these requests before a layer's attention.
+    Such requests have a list per row and query head.
+
+    Attributes:
+        kernel: address of what chooses, see ``parts.page_selector``; 0 where nothing does.
+        first: int32 [requests], where a request's record starts in ``numbers``, -1 if it has none;
+            empty if no request has one.
+        numbers: int32, records that the kernel reads, and writes its choices to.
+        summaries: of pages of keys, as entries of the KV cache's dtype.
+        capacity: of how many pages there are summaries in each layer and KV head.
+        scores: float32, of pages; scratch that threads share.
+    """
+
+    kernel: int
+    first: Int32Array
+    numbers: Int32Array
+    summaries: KVArray
+    capacity: int
+    scores: Float32Array
+
+
 class AttentionParts(NamedTuple):
     """The requests of a batch whose rows attend to more than one part, or to listed keys.
 
@@ -57,9 +82,10 @@ class AttentionParts(NamedTuple):
         visible: int32, how many of a part's slots each row of its request sees, ascending.
         ragged: the cells of each part, before its slots.
         quantized: the quantised keys of each part, before its cells.
+        selector: what chooses the keys of some requests.
         indptr: int32, lists of query blocks and heads, see ``KeyLists``.
         spans: int32 [n * 2], see ``KeyLists``.
-        pairs: int64, rows times listed keys of each list.
+        pairs: int64, rows times listed keys of each list, over all layers of the call.
         partial_states, partial_sums: float32, softmax sums of segments that are computed on their
             own, see ``parts.attention``.
         scratch: float32 [threads, ...], see ``parts.keys.scratch_size``.
@@ -73,6 +99,7 @@ class AttentionParts(NamedTuple):
     visible: Int32Array
     ragged: RaggedCells
     quantized: QuantizedTable
+    selector: SelectorTable
     indptr: Int32Array
     spans: Int32Array
     pairs: Int64Array
@@ -82,14 +109,19 @@ class AttentionParts(NamedTuple):
     numbers: Int32Array
 
 
-def no_parts() -> AttentionParts:
-    """Return the parts of a batch whose requests all attend to their slots alone."""
+def no_parts(entries: KVArray) -> AttentionParts:
+    """Return the parts of a batch whose requests all attend to their slots alone.
+
+    Args:
+        entries: of the KV cache, for their type.
+    """
     integers = np.zeros(0, np.int32)
     ragged = RaggedCells(integers, integers, integers, np.zeros(0, np.float32))
     memory = (aligned_zeros((1, 0), kind) for kind in (np.float32, np.int32))
     quantized = QuantizedTable(integers, integers, integers, integers, 0)
     sums = np.zeros(0, np.float32)
+    selector = SelectorTable(0, integers, integers, entries[:0], 0, sums)
     return AttentionParts(
         integers, integers, np.zeros(0, np.float64), integers, integers, ragged, quantized,
-        integers, integers, np.zeros(0, np.int64), sums, sums, *memory,
+        selector, integers, integers, np.zeros(0, np.int64), sums, sums, *memory,
     )  # fmt: skip

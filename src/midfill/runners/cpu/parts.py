@@ -27,10 +27,11 @@ from midfill.kernels.cpu.attention_parts import (
 )
 from midfill.kernels.cpu.calls import kernel_address
 from midfill.kernels.cpu.decoder_data import Batch, Stages, Workspace
-from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
+from midfill.kernels.cpu.kv_cache import KVArray, KVCache, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.parts.attention import MAX_PARTIAL_ROWS, attend_parts
 from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, PartKeys, PartScratch, scratch_size
+from midfill.kernels.cpu.parts.page_selector import MAX_GROUP, select_pages
 from midfill.kernels.cpu.parts.probe import mean_keys, probe_masses
 from midfill.kernels.cpu.parts.quantized_attention import attend_quantized_segment
 from midfill.kernels.cpu.ragged_cells import HeadKeys, pack_ragged
@@ -41,6 +42,7 @@ from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.kv.quantized import QuantizedBlocks
 from midfill.kv.quantized_layout import CELLS_AT
 from midfill.models.config import ModelConfig
+from midfill.runners.cpu.page_selection import PackedSelections, pack_selections
 from midfill.runners.forward.attention import (
     AttentionPlan,
     KeyLister,
@@ -70,7 +72,14 @@ class PartAttention:
         self._scratch = aligned_zeros((threads, scratch_size(config.head_dim)), np.float32)
         self._numbers = aligned_zeros((threads, NUMBERS), np.int32)
         self._weights = self._states = aligned_zeros((threads, 0), np.float32)
-        self._address = self._quantized_address = 0
+        self._address = self._quantized_address = self._selector_address = 0
+        self._summaries: KVArray = cache.keys[:0]
+        self._capacity = 0
+
+    @property
+    def summary_bytes(self) -> int:
+        """Memory of the summaries of pages of keys."""
+        return self._summaries.nbytes
 
     def run(
         self,
@@ -93,6 +102,9 @@ class PartAttention:
         """
         plans = [(number, plan) for number, plan in batch.plans() if not plan.is_dense]
         parts = self._prepare(batch, plans)
+        packed = self._select(batch, plans)
+        if packed is not None:
+            parts = self._with_selector(parts, packed)
         others = prepared._replace(
             attention=_without(prepared.attention, [number for number, _ in plans]), parts=parts
         )
@@ -100,6 +112,8 @@ class PartAttention:
         probes = self._probes(batch, plans, parts, workspace)
         if not probes:
             execute(others, stages._replace(attend_parts=address))
+            if packed is not None:
+                packed.take(parts.pairs)
             return
         first, end = stages.first_layer, stages.end_layer
         execute(prepared, Stages(stages.embed, first, first, False, project=True))
@@ -110,9 +124,11 @@ class PartAttention:
                 execute(prepared, stage)
                 continue
             lists = [lister.plan(probe.at(layer)) for lister, probe in probes]
-            listed = _with_lists(parts, lists)
+            listed = _with_lists(parts, lists if packed is None else [*lists, packed.lists])
             execute(others._replace(parts=listed), stage._replace(attend_parts=address))
             self._record(layer, [lister for lister, _ in probes], lists, listed)
+            if packed is not None:
+                packed.take(listed.pairs[-(len(packed.lists.indptr) - 1) :])
 
     def masses(self, layer: int, probe: "CpuProbe", rows: int) -> tuple[Float32Array, Float32Array]:
         """See ``LayerProbe.masses``."""
@@ -158,8 +174,9 @@ class PartAttention:
         config, seen = self.config, batch.slots_seen()
         requests: list[int] = []
         parts: list[KeyPart] = []
-        lists = units = partials = 0
-        for number, plan in plans:
+        units = partials = 0
+        lists = _place_lists(config, batch, plans)
+        for (number, plan), lists_at in zip(plans, lists, strict=False):
             row, end = batch.query_indptr[number : number + 2].tolist()
             start, stop = batch.kv_indptr[number : number + 2].tolist()
             rows, first = end - row, len(parts)
@@ -168,14 +185,11 @@ class PartAttention:
                     part = replace(part, visible=np.full(rows, len(part.slots), np.int32))
                 parts.append(part)
             parts.append(KeyPart(batch.kv_slots[start:stop], plan.cells, seen[row:end]))
-            lists_at = -1 if plan.lister is None else lists
             segments = _count_partials(config, rows, plan)
             partial = partials if segments else -1
             requests += (row, rows, first, len(parts), lists_at, units, partial, segments)
             partials += segments
-            if plan.lister is not None:
-                lists += query_blocks(rows) * config.query_heads
-            units += _count_units(config, rows, has_lists=plan.lister is not None)
+            units += _count_units(config, rows, plan)
         visible = [part.visible for part in parts if part.visible is not None]
         slots_at, visible_at = _starts([part.slots for part in parts]), _starts(visible)
         ragged, _ = pack_ragged([part.cells for part in parts])
@@ -192,19 +206,73 @@ class PartAttention:
             np.concatenate(visible).astype(np.int32, copy=False),
             ragged,
             quantized,
-            np.zeros(lists + 1, np.int32),
+            no_parts(self._cache.keys).selector,
+            np.zeros(lists[-1] + 1, np.int32),
             np.zeros(0, np.int32),
-            np.zeros(lists, np.int64),
+            np.zeros(lists[-1], np.int64),
             np.empty(2 * partial_rows, np.float32),
             np.empty(config.head_dim * partial_rows, np.float32),
             self._scratch,
             self._numbers,
         )
 
+    def _select(
+        self, batch: ForwardBatch, plans: Sequence[tuple[int, AttentionPlan]]
+    ) -> PackedSelections | None:
+        """Return what chooses pages in this step; None if nothing does."""
+        if all(plan.selection is None for _, plan in plans):
+            return None
+        seen = batch.slots_seen()
+        ends = [int(seen[batch.query_indptr[number + 1] - 1]) for number, _ in plans]
+        cells = [0 if plan.cells is None else plan.cells.most for _, plan in plans]
+        return pack_selections(
+            self.config,
+            [plan.selection for _, plan in plans],
+            [sum(both) for both in zip(ends, cells, strict=True)],
+        )
+
+    def _with_selector(self, parts: AttentionParts, packed: PackedSelections) -> AttentionParts:
+        """Return parts with what chooses pages, and with room for its lists behind others."""
+        config = self.config
+        if config.query_heads // config.kv_heads > MAX_GROUP:
+            raise ValueError(f"pages are chosen by at most {MAX_GROUP} query heads per KV head")
+        if self._cache.keys.dtype in (np.int8, np.uint8):
+            raise ValueError("pages are chosen of keys that are not quantised")
+        needed = 1 + max(
+            (int(selection.entries.max(initial=-1)) for selection, _ in packed.selections)
+        )
+        self._reserve_summaries(needed)
+        table = packed.table(self._selector_address, self._summaries, self._capacity)
+        others = len(parts.pairs) - len(packed.lists.indptr) + 1
+        indptr = np.concatenate((np.zeros(others, np.int32), packed.lists.indptr))
+        spans = packed.lists.spans.reshape(-1)
+        parts = parts._replace(selector=table, indptr=indptr, spans=spans)
+        if not self._selector_address:
+            pool = self._pool
+            window: Any = np.int32(0)  # as in ``_kernel``
+            heads = self._heads._replace(window=window)
+            queries = Queries(np.zeros(0, np.float32), self._stride)
+            self._selector_address = kernel_address(
+                select_pages, 0, pool.threads, pool.sync, self._layer_kv(0), heads, queries, parts
+            )
+            table = table._replace(kernel=self._selector_address)
+        return parts._replace(selector=table)
+
+    def _reserve_summaries(self, pages: int) -> None:
+        """Make room for the summaries of so many pages in each layer and head."""
+        if pages <= self._capacity:
+            return
+        config, before = self.config, self._capacity
+        heads, width = config.layers * config.kv_heads, 2 * config.head_dim
+        capacity = max(pages, 2 * before, self._cache.count_entries(config.head_dim) // heads // 16)
+        grown = np.zeros((heads, capacity, width), self._cache.keys.dtype)
+        grown[:, :before] = self._summaries.reshape(heads, before, width)
+        self._summaries, self._capacity = grown.reshape(-1), capacity
+
     def _kernel(self, parts: AttentionParts, workspace: Workspace) -> int:
         """Return the address of the kernel, compiled for what the forward pass calls it with."""
         if not self._address:
-            if typeof(parts) != typeof(no_parts()):
+            if typeof(parts) != typeof(no_parts(self._cache.keys)):
                 raise TypeError("attention's parts must have the types that the step expects")
             pool = self._pool
             window: Any = np.int32(0)  # of the type that the forward pass reads it in
@@ -218,10 +286,10 @@ class PartAttention:
     def _pack_blocks(self, parts: Sequence[QuantizedBlocks | None]) -> QuantizedTable:
         """Return the quantised blocks of a batch's parts, with the kernel that attends to them."""
         if all(blocks is None for blocks in parts):
-            return no_parts().quantized
+            return no_parts(self._cache.keys).quantized
         if not self._quantized_address:
             floats, numbers = self._scratch[0], self._numbers[0]
-            sums, none = SoftmaxSums(floats, floats), no_parts()
+            sums, none = SoftmaxSums(floats, floats), no_parts(self._cache.keys)
             keys = PartKeys(
                 HeadKeys(0, 0, 0, 0, False), numbers, none.ragged, none.quantized, 0, 0, 0
             )
@@ -258,8 +326,8 @@ class PartAttention:
         parts: AttentionParts,
     ) -> None:
         """Tell listers how many products of a query with a key were computed."""
-        ends = np.cumsum([len(span_list.indptr) - 1 for span_list in lists])[:-1]
-        for lister, pairs in zip(listers, np.split(parts.pairs, ends), strict=True):
+        ends = np.cumsum([len(span_list.indptr) - 1 for span_list in lists])
+        for lister, pairs in zip(listers, np.split(parts.pairs, ends)[:-1], strict=True):
             lister.record(layer, pairs.reshape(-1, self.config.query_heads).sum(axis=0))
 
     @property
@@ -349,10 +417,32 @@ class CpuProbe:
         return own[:, : self.query_heads * dim].reshape(self.rows, self.query_heads, dim)
 
 
-def _count_units(config: ModelConfig, rows: int, *, has_lists: bool) -> int:
+def _place_lists(
+    config: ModelConfig, batch: ForwardBatch, plans: Sequence[tuple[int, AttentionPlan]]
+) -> list[int]:
+    """Return where each request's lists start, -1 for requests without, and how many there are.
+
+    Those that listers fill come first.
+    """
+    places, count = [-1] * len(plans), 0
+    rows = np.diff(batch.query_indptr)
+    for place, (number, plan) in enumerate(plans):
+        if plan.lister is not None:
+            places[place] = count
+            count += query_blocks(int(rows[number])) * config.query_heads
+    for place, (number, plan) in enumerate(plans):
+        if plan.selection is not None:
+            places[place] = count
+            count += int(rows[number]) * config.query_heads
+    return [*places, count]
+
+
+def _count_units(config: ModelConfig, rows: int, plan: AttentionPlan) -> int:
     """Return how many units of work a request has, as the kernel counts them."""
     group = config.query_heads // config.kv_heads
-    if has_lists or group > BLOCK:
+    if plan.selection is not None:
+        return rows * config.query_heads
+    if plan.lister is not None or group > BLOCK:
         group = 1
     return -(-rows // (BLOCK // group)) * (config.query_heads // group)
 

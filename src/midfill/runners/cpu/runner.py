@@ -136,7 +136,7 @@ class CpuRunner:
         self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
         self._tile_rows = default_tile_rows(self.model)
         self._config = model.config  # and the addresses of kernels, once they are compiled
-        self._no_parts = no_parts()
+        self._no_parts = no_parts(self._kv_cache.keys)
         self._parts: PartAttention | None = None
         usual = usual_size(self.config, max_rows, slots, self._pool.threads)
         self._memory = StepMemory(

@@ -10,6 +10,9 @@ cut into query blocks of 64. For each block and query head, it lists the keys th
 to, as spans that lie on no grid. Causality is the kernels' business: a row attends to those of the
 listed keys that do not come after it. The lister decides once a layer's queries, keys and values
 are there and before its attention; what it may look at is a ``LayerProbe``.
+
+While an answer is written, nothing may stop between layers. So what its rows choose is data, too: a
+``PageSelection``, which is carried out within the step.
 """
 
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ import numpy as np
 from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from midfill.kv.ragged import RaggedIndex
 from midfill.models.config import ModelConfig
+from midfill.runners.forward.page_selection import PageSelection
 
 QUERY_BLOCK = 64
 """Rows of a query block; the last one of a batch may have fewer."""
@@ -216,16 +220,19 @@ class AttentionPlan:
         cells: what its rows see before its slots; None if that is nothing.
         lister: chooses which of the cells and slots are read; None reads all.
         parts: parts before the one that the cells and slots are.
+        selection: pages of the cells and slots that rows choose by their queries; None reads all.
     """
 
     cells: RaggedIndex | None = None
     lister: KeyLister | None = None
     parts: tuple[KeyPart, ...] = ()
+    selection: PageSelection | None = None
 
     @property
     def is_dense(self) -> bool:
         """Whether there is one part, all of whose keys are exact and read."""
-        return self.lister is None and not self.parts and not _has_blocks(self.cells)
+        chooses = self.lister is not None or self.selection is not None
+        return not chooses and not self.parts and not _has_blocks(self.cells)
 
     def check(self, config: ModelConfig, rows: int) -> None:
         """Check that it fits a model and the rows of its request.
@@ -242,6 +249,12 @@ class AttentionPlan:
                 raise ValueError(
                     f"part {own}: listed cells must be as many in each head of a layer"
                 )
+        if self.selection is not None:
+            self.selection.check(config, rows)
+            if self.lister is not None:
+                raise ValueError(f"part {own}: its keys are listed or chosen, not both")
+            if _has_blocks(self.cells):
+                raise ValueError(f"part {own}: pages are chosen of exact keys only")
         if self.parts and config.sliding_window is not None:
             raise ValueError("part 0: rows in layers with a sliding window see one part only")
         if _has_blocks(self.cells) and config.sliding_window is not None:

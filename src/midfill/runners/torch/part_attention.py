@@ -20,6 +20,8 @@ from midfill.runners.forward.attention import (
     KeyLister,
 )
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.page_selection import PageSelection
+from midfill.runners.torch.page_selection import mask_unchosen
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,13 @@ class PlannedRequest:
     Attributes:
         rows: [queries] int64, rows of the packed batch.
         parts: the last one is that of the request's own slots.
-        lister: chooses among the last part's keys; None reads all.
+        lister, selection: choose among the last part's keys; None reads all.
     """
 
     rows: torch.Tensor
     parts: tuple[PreparedPart, ...]
     lister: KeyLister | None
+    selection: PageSelection | None
 
 
 def prepare_plans(
@@ -120,7 +123,7 @@ def attend_planned(
         request: from ``prepare_plans``.
         layer: which one.
         window: how many of its last keys a query sees, its own included; None is all. With a
-            window, no lister is asked.
+            window, nothing else chooses.
         scale: factor of q.k.
 
     Returns:
@@ -129,10 +132,10 @@ def attend_planned(
     q = queries[request.rows].float()
     rows, heads, head_dim = q.shape
     q = q.view(rows, keys.shape[2], -1, head_dim)
-    lister = request.lister if window is None else None
+    last = _Choosing(request.lister, request.selection) if window is None else _ALL
     attended, masses = [], []
     for number, part in enumerate(request.parts):
-        chooses = lister if number + 1 == len(request.parts) else None
+        chooses = last if number + 1 == len(request.parts) else _ALL
         scores, weight, v = _scores(q, keys, values, part, layer, window, scale, chooses)
         sees_none = scores.isneginf().all(-1, keepdim=True)
         weights = scores.softmax(-1).masked_fill(sees_none, 0.0)
@@ -146,6 +149,17 @@ def attend_planned(
     return mixed.permute(2, 0, 1, 3).reshape(rows, heads, head_dim).to(queries.dtype)
 
 
+@dataclass(frozen=True)
+class _Choosing:
+    """What chooses among a part's keys; nothing reads all."""
+
+    lister: KeyLister | None = None
+    selection: PageSelection | None = None
+
+
+_ALL = _Choosing()
+
+
 def _scores(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -154,7 +168,7 @@ def _scores(
     layer: int,
     window: int | None,
     scale: float,
-    lister: KeyLister | None,
+    choosing: _Choosing,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a part's scores [kv_heads, group, rows, keys], -inf for keys that a row doesn't see,
     its value factors [kv_heads, keys], and its values [kv_heads, keys, head_dim]."""
@@ -175,8 +189,10 @@ def _scores(
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     if part.blocks is not None:
         scores, weight, v = _with_blocks(scores, weight, v, q, part, layer, scale)
-    if lister is not None:
-        scores = _mask_unlisted(scores, q, k, kept, most, layer, scale, lister)
+    if choosing.lister is not None:
+        scores = _mask_unlisted(scores, q, k, kept, most, layer, scale, choosing.lister)
+    if choosing.selection is not None:
+        scores = mask_unchosen(scores, q, k, kept, most, part.visible, layer, choosing.selection)
     return scores, weight, v
 
 
@@ -302,7 +318,7 @@ def _prepare(
     own_part = PreparedPart(
         indices(own), indices(seen[rows])[:, None], cells(plan.cells), blocks(plan.cells), 1.0, 1.0
     )
-    return PlannedRequest(indices(rows), (*parts, own_part), plan.lister)
+    return PlannedRequest(indices(rows), (*parts, own_part), plan.lister, plan.selection)
 
 
 def _prepare_cells(index: RaggedIndex, kv_heads: int, device: torch.device) -> PreparedCells:

@@ -1,7 +1,8 @@
 """Attention of a request's rows over several parts, or over the keys that are listed.
 
 A unit of work is a block of up to 64 rows: of one KV head with the query heads that share it, or,
-where keys are listed, of one query head. The keys that a part's rows attend to are cut into
+where keys are listed, of one query head; or one row of one query head, where a selector chooses the
+keys before (page_selector.py). The keys that a part's rows attend to are cut into
 segments of 256, in order, which are merged in order (softmax.py). Then the part's mass is raised to
 its power, and the parts are merged in order. So a row's result doesn't depend on the rows beside
 it, and a single part, or a list of all keys, gives the bits of dense attention. What is not listed
@@ -245,7 +246,7 @@ def _attend_block(
     """Compute the attention of a block of rows, in ``group`` query heads from ``head`` on."""
     fields, dim = request * REQUEST_FIELDS, heads.head_dim
     lists_at = int(parts.requests[fields + LISTS])
-    size = BLOCK // group
+    size = _block_rows(parts, request, group)
     first_row = block * size
     rows = min(size, int(parts.requests[fields + ROWS]) - first_row)
     row = int(parts.requests[fields + FIRST_ROW]) + first_row
@@ -274,7 +275,7 @@ def _attend_block(
         else:
             read = _attend_slots(kv, heads, parts, own, visible_at, rows, group, memory, totals)
         if keys.listed:
-            parts.pairs[unit] = rows * read
+            parts.pairs[unit] += rows * read
         if power != 1.0:
             _raise_masses(totals, rows * group, power)
         if part > first:
@@ -303,6 +304,8 @@ def attend_parts(
         parts: the requests.
         out: [rows of the batch, query_heads * head_dim].
     """
+    if parts.selector.kernel != 0:
+        call_kernel(parts.selector.kernel, (thread, threads, sync, kv, heads, queries, parts))
     memory = cut_scratch(parts.scratch[thread], parts.numbers[thread], heads.head_dim)
     requests = len(parts.requests) // REQUEST_FIELDS
     units = int(parts.requests[(requests - 1) * REQUEST_FIELDS + FIRST_UNIT])
@@ -333,9 +336,16 @@ def attend_parts(
 def _units(parts: AttentionParts, request: int, heads: AttentionHeads) -> int:
     """Return how many units of work a request has, see ``runners.cpu.parts``."""
     group = _group(parts, request, heads)
-    size = BLOCK // group
+    size = _block_rows(parts, request, group)
     blocks = (int(parts.requests[request * REQUEST_FIELDS + ROWS]) + size - 1) // size
     return blocks * (heads.query_heads // group)
+
+
+@kernel
+def _block_rows(parts: AttentionParts, request: int, group: int) -> int:
+    """Return how many rows of a request share a unit, of ``group`` query heads."""
+    first = parts.selector.first
+    return 1 if len(first) > 0 and first[request] >= 0 else BLOCK // group
 
 
 @kernel
