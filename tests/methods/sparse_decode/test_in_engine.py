@@ -31,7 +31,7 @@ from serving import (
 )
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
-THREE = replace(PARAMS, n=3)
+THREE = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0, n=3)
 each_method = pytest.mark.parametrize("name", methods_of("decode"))
 PAGES = ChosenPages(PageRule(4, page=16, summary=4), 4)
 """All heads choose, from 64 keys on."""
@@ -163,11 +163,11 @@ def test_a_cached_prompt_needs_no_second_pass_over_its_keys(runner: CpuRunner) -
 
 def test_summaries_are_forgotten_with_the_kv_that_they_are_of(runner: CpuRunner) -> None:
     """Prompts that take each other's slots don't find each other's summaries."""
+    prompts = [prompt(length, seed) for seed in (1, 2, 3, 1, 2) for length in (400, 390)]
+    expected = [ask(build_engine(runner, method=PAGES), tokens) for tokens in prompts]
     one = build_engine(runner, method=PAGES)
-    for seed in (1, 2, 3, 1, 2):
-        for length in (400, 390):
-            found = ask(one, prompt(length, seed))
-            assert same(found, ask(build_engine(runner, method=PAGES), prompt(length, seed)))
+    for tokens, answer in zip(prompts, expected, strict=True):
+        assert same(ask(one, tokens), answer)
     kind = one._methods._sparse_decode
     assert kind._state is not None
     assert kind._state.table.used <= 1400 // 4, "only cached pages are still known"
@@ -183,7 +183,8 @@ def test_drafts_preemption_and_company_change_no_choice(runner: CpuRunner, inter
     drafting = build_engine(runner, method=method, step_cost=FixedCost(0.0))
     found = [serve(drafting, requests)]
     stats = drafting.stats()
-    assert stats.drafted_tokens > stats.accepted_tokens > 0, "some drafts are right, some wrong"
+    assert stats.draft_tokens > stats.accepted_tokens, "some are wrong"
+    assert interval != 4 or stats.accepted_tokens > 0, "and some are right"
     found.append(
         serve(build_engine(runner, method=method), requests, after_step=preempting_every(5))
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from midfill.arrays import Int32Array
 from midfill.kv.pool import KVPool
+from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.sequence_method import (
     Aspect,
     PlainLengths,
@@ -89,7 +90,8 @@ class PageReader(SequenceMethod):
         self.name = name
         self._method, self._state, self._prompt = method, state, prompt
         self._heads = method.choosing_heads(state.config)
-        keys = {Aspect.KEYS} if self._heads.all() else set()
+        # A method may drop keys of heads that don't choose, but no other one may.
+        keys = set() if isinstance(method, CompressionMethod) else {Aspect.KEYS}
         self.needs = frozenset({Aspect.ROWS, Aspect.POSITIONS} | keys)
         self._choices: dict[int, Int32Array] = {}
         self._entries: Int32Array = np.zeros(0, np.int32)
