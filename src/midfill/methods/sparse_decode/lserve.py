@@ -25,7 +25,7 @@ from midfill.methods.evict.streaming_heads import (
     refuse_windows,
 )
 from midfill.methods.served_model import ServedModel
-from midfill.methods.sparse_decode.method import ChosenPages, SparseDecodeMethod
+from midfill.methods.sparse_decode.method import ChosenPages, PageChoice, SparseDecodeMethod
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.page_selection import PageRule
 
@@ -88,11 +88,12 @@ class SplitPages(HeadSplit):
     """Heads that stream, and others that choose pages; implements ``SparseDecodeMethod``, too.
 
     Attributes:
-        page_rule, choice_interval: see ``SparseDecodeMethod``.
+        page_rule, choice_interval, page_choice: see ``SparseDecodeMethod``.
     """
 
     page_rule: PageRule
     choice_interval: int
+    page_choice: PageChoice | None = None
 
     def choosing_heads(self, config: ModelConfig) -> BoolArray:
         """See ``SparseDecodeMethod``: the retrieval heads."""

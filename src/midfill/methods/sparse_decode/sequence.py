@@ -134,11 +134,15 @@ class PageReader(SequenceMethod):
         made = sorted(set(points))
         shape = (len(made), config.layers, config.query_heads, rule.pages)
         chosen = np.zeros(shape, np.int32)
-        needed = 0
+        made_by, needed = np.full(len(made), -1, np.int32), 0
         for place, point in enumerate(made):
+            given = self._given_choice(point)
             if point < first:
                 chosen[place] = self._choices[point]
+            elif given is not None:
+                chosen[place] = given
             else:
+                made_by[place] = point - first
                 needed = rule.summaries(point + 1)
             self._choices[point] = chosen[place]  # which the step fills
         for point in list(self._choices)[:-_KEPT_CHOICES]:
@@ -152,12 +156,19 @@ class PageReader(SequenceMethod):
             rule=rule,
             heads=self._heads,
             of_row=np.searchsorted(made, points).astype(np.int32),
-            made_by=np.array([max(point - first, -1) for point in made], np.int32),
+            made_by=made_by,
             chosen=chosen,
             entries=entries,
             missing=self._state.table.missing(entries),
             pairs=np.zeros((end - first, config.query_heads), np.int64),
         )
+
+    def _given_choice(self, position: int) -> Int32Array | None:
+        """Return a row's choice that needs no query; None where its query makes it."""
+        choice, rule = self._method.page_choice, self._method.page_rule
+        if choice is None or rule.newest(position + 1) < rule.pages:
+            return None
+        return choice(self._state.config, rule, position + 1)
 
     def _choice_point(self, position: int) -> int:
         """Return the position of the row whose choice a row uses."""

@@ -73,7 +73,9 @@ def select(method: CompressionMethod, prompt: int = 0, tokens: int = 120) -> Sel
 
 def test_every_method_that_decides_at_the_prompts_end_has_nulls() -> None:
     assert set(SPECIFICATIONS) == set(methods_of("evict")) - {"h2o"}
-    assert set(NULLS) == set(SPECIFICATIONS) | set(methods_of("quantize"))
+    assert set(NULLS) == set(SPECIFICATIONS) | set(methods_of("quantize")) | set(
+        methods_of("decode")
+    )
     assert null_titles("h2o:budget=64") == ()
     assert set(null_titles("cake:window=16")) == {
         "at random", "evenly", "plain score", "reversed score", "equal layers",

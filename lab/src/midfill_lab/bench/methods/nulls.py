@@ -8,7 +8,8 @@ explain why one of them finds more.
 
 KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
 one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
-Those of methods that quantise are in ``fewer_bits`` and ``spent_bits``.
+Those of methods that quantise are in ``fewer_bits`` and ``spent_bits``, those of methods whose rows
+choose pages in ``other_pages``.
 
 Every null of eviction keeps exactly as many cells as its method, but for "no mean key", which keeps
 a cell less per streaming head. Random choices follow from the prompt alone.
@@ -17,6 +18,7 @@ a cell less per streaming head. Random choices follow from the prompt alone.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -36,8 +38,9 @@ from midfill.methods.evict.window_attention import head_attention, window_attent
 from midfill.methods.method import ModelSpecific
 from midfill.methods.registry import parse_name, resolve_method, split_methods
 from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_decode.method import SparseDecodeMethod
 from midfill.models.config import ModelConfig
-from midfill_lab.bench.methods import fewer_bits, spent_bits
+from midfill_lab.bench.methods import fewer_bits, other_pages, spent_bits
 from midfill_lab.bench.methods.spending import (
     DrawnMethod,
     EvenKeys,
@@ -320,6 +323,11 @@ def _sized(change: Callable[[object, ModelConfig], CompressionMethod]) -> Null:
     return lambda found: change(found.settings, found.config)
 
 
+def _pages(change: Callable[[SparseDecodeMethod], SparseDecodeMethod]) -> Null:
+    """Return the null that a change of what rows read makes."""
+    return lambda found: cast("CompressionMethod", change(cast("SparseDecodeMethod", found.method)))
+
+
 _POSITIONS: Mapping[str, Null] = {"at random": _random, "evenly": _even}
 _KEYS: Mapping[str, Null] = {**_POSITIONS, "plain score": _plain}
 _SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
@@ -384,6 +392,11 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         "uniform bits": _changed(fewer_bits.uniform_bits),
         "uniform bits per token": _changed(fewer_bits.uniform_bits_per_token),
     },
+    "lserve": {
+        "pages at random": _pages(other_pages.random_pages),
+        "recent pages": _pages(other_pages.recent_pages),
+        "summaries of whole pages": _pages(other_pages.whole_page_summaries),
+    },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block
 by block, so nothing can be spent otherwise at the prompt's end: it has none."""
@@ -412,10 +425,12 @@ def make_null(specification: str, title: str, model: ServedModel) -> Compression
     """
     settings = resolve_method(specification)
     method = settings.for_model(model) if isinstance(settings, ModelSpecific) else settings
-    assert isinstance(method, CompressionMethod)
+    assert isinstance(method, CompressionMethod | SparseDecodeMethod)
     require(
         not getattr(settings, "cascade", 0),
         "the nulls of a method are compared with it at the prompt's end: leave out cascade=1",
         parse_name(specification),
     )
-    return NULLS[parse_name(specification)][title](_Prepared(settings, method, model))
+    return NULLS[parse_name(specification)][title](
+        _Prepared(settings, cast("CompressionMethod", method), model)
+    )

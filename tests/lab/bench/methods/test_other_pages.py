@@ -1,0 +1,42 @@
+"""Nulls of methods whose rows choose pages: as many pages, all of them in range and apart."""
+
+import numpy as np
+import pytest
+from fake_keys import CONFIG
+
+from midfill.methods.sparse_decode.method import ChosenPages
+from midfill.runners.forward.page_selection import PageRule
+from midfill_lab.bench.methods.other_pages import (
+    random_pages,
+    recent_pages,
+    whole_page_summaries,
+)
+
+OWN = ChosenPages(PageRule(5, 64, 16), 4)
+
+
+@pytest.mark.parametrize("make", [random_pages, recent_pages])
+def test_as_many_pages_are_read_the_newest_among_them(make) -> None:  # type: ignore[no-untyped-def]
+    method = make(OWN)
+    assert method.page_choice is not None
+    chosen = method.page_choice(CONFIG, OWN.page_rule, 64 * 20 + 1)
+    assert chosen.shape == (CONFIG.layers, CONFIG.query_heads, 5)
+    assert (chosen[..., 0] == 20).all()
+    assert (np.diff(chosen[..., 1:], axis=-1) > 0).all()
+    assert chosen[..., 1:].min() >= 0
+    assert chosen[..., 1:].max() < 20
+    again = make(OWN).page_choice(CONFIG, OWN.page_rule, 64 * 20 + 1)
+    assert np.array_equal(chosen, again), "what is drawn follows from the position"
+
+
+def test_recent_pages_are_the_last_and_random_ones_differ_by_head() -> None:
+    recent, drawn = (
+        make(OWN).page_choice(CONFIG, OWN.page_rule, 64 * 20)  # type: ignore[misc]
+        for make in (recent_pages, random_pages)
+    )
+    assert (recent == [19, 15, 16, 17, 18]).all()
+    assert len(np.unique(drawn.reshape(-1, 5), axis=0)) > 1
+
+
+def test_whole_pages_have_one_summary_each() -> None:
+    assert whole_page_summaries(OWN) == ChosenPages(PageRule(5, 64, 64), 4)
