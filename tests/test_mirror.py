@@ -100,6 +100,11 @@ TESTED_THROUGH = {
         "kernels/cpu/parts/probe",
         "kv/ragged",
     ),
+    "runners/cpu/test_page_selection.py": (
+        "kernels/cpu/parts/page_selector",
+        "kernels/cpu/parts/page_summaries",
+        "runners/torch/page_selection",
+    ),
     "runners/cpu/test_quantized_blocks.py": ("kernels/cpu/parts/quantized_attention",),
     "runners/cpu/test_runner.py": (
         "kernels/cpu/decoder_data",
