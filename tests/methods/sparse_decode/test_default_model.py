@@ -145,9 +145,18 @@ def test_calibrated_heads_lose_less_than_others(asking: Asking) -> None:
 
 
 def test_choosing_at_every_token_gives_mostly_the_same_text(default_model: DefaultModel) -> None:
-    """An interval of 4 makes a quarter of the choices."""
-    prompts = [default_model.haystacks.hide(number, 700, []) for number in range(6)]
-    params = EngineSamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    """An interval of 4 makes a quarter of the choices, and answers questions alike.
+
+    Where text merely goes on, answers part sooner: tokens that are as likely are many.
+    """
+    encode = default_model.checkpoint.tokenizer.encode_continuation
+    prompts = []
+    for number in range(6):
+        (name,) = names(1, random.Random(number))
+        question = encode(f"\n# The pass code of the {name} is")
+        needle = 0.5, f"# The pass code of the {name} is {731_042 + 7_919 * number}.\n"
+        prompts.append([*default_model.haystacks.hide(number, 700, [needle]), *question])
+    params = EngineSamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     answers, choices = [], []
     with default_model.runner(6000) as runner:
         for interval in (1, 4):
@@ -161,5 +170,5 @@ def test_choosing_at_every_token_gives_mostly_the_same_text(default_model: Defau
     same = sum(one == other for one, other in zip(*answers, strict=True))
     print(f"\n{same} of {len(prompts)} answers are the same; choices {choices}", end="")
     assert same > len(prompts) // 2
-    assert choices[0] == 31 * len(prompts)
-    assert choices[1] <= 9 * len(prompts)
+    assert choices[0] == 8 * len(prompts)
+    assert choices[1] <= 3 * len(prompts)
