@@ -489,8 +489,10 @@ def reuse(
     for specification in chosen:
         resolve_method(specification)
         if parse_name(specification) not in methods_of("reuse"):
-            others = " and ".join(methods_of("reuse"))
-            raise MidfillError(f"{specification} takes no KV from elsewhere, as {others} do")
+            *others, last = methods_of("reuse")
+            raise MidfillError(
+                f"{specification} takes no KV from elsewhere, as {', '.join(others)} and {last} do"
+            )
     if not jumps and not contexts:
         raise MidfillError("there is nothing to measure: --jumps or --contexts must be above 0")
     options = ReuseOptions(

@@ -191,7 +191,9 @@ ADDITIONS: Mapping[str, Addition] = {
         {f"{PACKAGE}/models/{NAME}.py": _FAMILY},
         (
             Entry(f"{PACKAGE}/models/families.py", f"    {NAME},\n", "    starcoder2,\n"),
-            Entry(f"{PACKAGE}/models/families.py", f"{NAME}, ", "llama, gemma3, granite"),
+            Entry(
+                f"{PACKAGE}/models/families.py", f"{NAME},\n        ", "gemma3,\n        granite,"
+            ),
         ),
         """
 import json, pathlib, shutil

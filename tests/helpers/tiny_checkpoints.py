@@ -145,6 +145,13 @@ VARIANTS: Mapping[str, Variant] = {
         "qwen3moe", {"mlp_only_layers": [1], "norm_topk_prob": False, "num_experts_per_tok": 8}
     ),
 }
+
+TRAINED = [
+    name
+    for name, variant in VARIANTS.items()
+    if variant.family not in ("gemma3", "qwen2moe", "qwen3moe")
+]
+"""Those that the lab can train."""
 """Every architecture and switch midfill supports, for parametrised tests."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
+from tiny_checkpoints import TRAINED, VOCAB, reference_model, write_variant
 
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -17,7 +17,7 @@ from midfill_lab.training.base_model import load_base_model, packed_attention
 LENGTHS = (50, 1, 30, 70)  # longer than every sliding window, and a single token
 
 
-@pytest.fixture(scope="module", params=sorted(VARIANTS.keys() - {"gemma3"}))
+@pytest.fixture(scope="module", params=TRAINED)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_variant(request.param, tmp_path_factory.mktemp("base") / request.param)
 
@@ -62,9 +62,10 @@ def test_examples_of_a_packed_row_do_not_attend_to_each_other(folder: Path) -> N
         torch.testing.assert_close(packed[:, start:stop], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_families_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_variant("gemma3", tmp_path))
-    with pytest.raises(MidfillError, match="family gemma3 can't be trained here yet"):
+@pytest.mark.parametrize("family", ["gemma3", "qwen3moe"])
+def test_families_that_cannot_be_trained_are_refused(tmp_path: Path, family: str) -> None:
+    checkpoint = open_checkpoint(write_variant(family, tmp_path))
+    with pytest.raises(MidfillError, match=f"family {family} can't be trained here yet"):
         load_base_model(checkpoint, torch.float32)
 
 

@@ -25,7 +25,7 @@ from midfill.methods.evict.window_attention import average_pool, group_mean, win
 from midfill.methods.registry import METHODS, methods_of, resolve_method
 
 TOKENS, WINDOW = 60, 6
-BUDGETED = [name for name, entry in METHODS.items() if "budget" in entry.options()]
+BUDGETED = [name for name in methods_of("evict") if "budget" in METHODS[name].options()]
 
 
 def pooled(scores: np.ndarray, kernel: int) -> np.ndarray:

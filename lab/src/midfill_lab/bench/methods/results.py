@@ -316,10 +316,14 @@ def _at_budgets(specification: str, budgets: Sequence[float]) -> list[Variant]:
     parts = split_methods(specification)
     for part in parts:
         check_name(parse_name(part))
+    # Of what is kept of a prompt; other methods' budgets are of what is read.
+    evicting = methods_of("evict")
     taking = [
         place
         for place, part in enumerate(parts)
-        if "budget" in METHODS[parse_name(part)].options() and "budget=" not in part
+        if (name := parse_name(part)) in evicting
+        and "budget" in METHODS[name].options()
+        and "budget=" not in part
     ]
     if not taking:
         return [Variant(specification, specification)]
