@@ -2,13 +2,14 @@
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from midfill.system.process import start_in_background
+from midfill.system.process import ended_by_sigterm, ends_held_back, start_in_background
 
 
 def test_the_work_is_done_on_a_thread_of_that_name() -> None:
@@ -110,3 +111,25 @@ assert len(gc.get_objects()) < 1000, len(gc.get_objects())
 
 def test_objects_that_are_loaded_without_collections_are_never_looked_at() -> None:
     subprocess.run([sys.executable, "-c", LOADED], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_what_would_end_the_process_waits_for_the_end_of_the_block(
+    number: int, raised: type[BaseException]
+) -> None:
+    reached: list[int] = []
+
+    def hold_back() -> None:
+        with ended_by_sigterm(), ends_held_back():
+            signal.raise_signal(number)
+            reached.append(number)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(raised):
+            hold_back()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reached == [number]

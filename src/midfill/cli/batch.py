@@ -49,11 +49,12 @@ def batch(
     Order and number never change an answer.
     """
     from midfill.engine.process.supervision import EngineProcess
-    from midfill.system.process import ended_by_sigterm
+    from midfill.system.process import ended_by_sigterm, ends_held_back
 
     with ended_by_sigterm(), ExitStack() as started:
-        process = EngineProcess.spawn()  # loads its libraries meanwhile
-        started.callback(process.discard)
+        with ends_held_back():
+            process = EngineProcess.spawn()  # loads its libraries meanwhile
+            started.callback(process.discard)
         from msgspec import structs
 
         from midfill.cli.progress import show_progress

@@ -30,7 +30,7 @@ def serve(
 ) -> None:
     """Serve models with OpenAI's API; without MODEL, a small one, downloaded on first use."""
     from midfill.engine.process.supervision import EngineProcess
-    from midfill.system.process import ended_by_sigterm
+    from midfill.system.process import ended_by_sigterm, ends_held_back
 
     models = models or []
     served["several"] = dataclasses.replace(served["several"], others=tuple(models[1:]))
@@ -39,8 +39,9 @@ def serve(
             _run_several(models[0], served)
             return
         # First of all: the two processes load their libraries at the same time.
-        process = EngineProcess.spawn()
-        started.callback(process.discard)
+        with ends_held_back():
+            process = EngineProcess.spawn()
+            started.callback(process.discard)
         _run(models[0] if models else None, served, process)
 
 

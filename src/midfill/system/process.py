@@ -25,6 +25,25 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def ends_held_back() -> Iterator[None]:
+    """Hold SIGTERM and Ctrl-C back until the block's end.
+
+    For something that is started and then noted as what has to be ended: a signal between the two
+    would leave it behind. Only the main thread can do it.
+    """
+    held: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda number, _: held.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
+
+
 _NICENESS = 10
 
 

@@ -89,7 +89,7 @@ class RequestLog:
                 record.complete = not record.abandoned
             await send(message)
 
-        # Each request has a task, and so a context, of its own: nothing has to be set back.
+        # Each request sets them anew before they are read: nothing has to be set back.
         current_request.set(record)
         log_context.set({"request_id": record.request_id})
         try:

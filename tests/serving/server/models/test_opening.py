@@ -104,7 +104,8 @@ def test_models_give_way_only_once_their_answers_are_complete(server: RunningSer
 
 
 def test_who_has_no_key_has_nothing_loaded(server: RunningServer) -> None:
-    complete(server, NAMES[0])
+    answer = complete(server, NAMES[0])
+    assert answer.status_code == 200, answer.text
     body = {"model": NAMES[1], "prompt": "a"}
     refused = server.post("/v1/completions", body, headers={"authorization": "Bearer wrong"})
     assert refused.status_code == 401

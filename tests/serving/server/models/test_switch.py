@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -14,6 +15,7 @@ from midfill.serving.server.app import DIALECTS
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.models.host import HostedModel, ModelHost, RunningModel
 from midfill.serving.server.models.switch import ModelSwitch
+from midfill.serving.server.request import RequestRecord, current_request
 from midfill.serving.server.service import ModelService
 
 
@@ -111,3 +113,17 @@ def test_a_model_that_cannot_be_loaded_is_an_error_in_the_clients_shape(
 def test_without_a_key_no_body_is_looked_at() -> None:
     headers = {"authorization": "Bearer wrong"}
     assert ask("POST", "/x", json={"model": "b"}, headers=headers).content.startswith(b"a ")
+
+
+def test_the_key_of_an_earlier_request_is_not_this_ones() -> None:
+    """A connection's next request may begin in the context of the one before."""
+    earlier = RequestRecord(
+        request_id="earlier", method="POST", path="/x", arrived=0.0, tenant="key-1"
+    )
+    headers = {"authorization": "Bearer wrong"}
+
+    def asking() -> httpx.Response:
+        current_request.set(earlier)
+        return ask("POST", "/x", json={"model": "b"}, headers=headers)
+
+    assert contextvars.copy_context().run(asking).content.startswith(b"a ")

@@ -10,11 +10,13 @@ from midfill.errors import MidfillError
 from midfill.serving.server.auth import KeyRing, find_tenant
 from midfill.serving.server.dialects.dialect import Dialect
 from midfill.serving.server.models.host import ModelHost
+from midfill.serving.server.request import current_request
 from midfill.serving.server.responses import (
     ApiError,
     error_response,
     openai_error_body,
 )
+from midfill.system.logs import log_context
 
 _TAG = ":latest"  # Ollama's; a name means the same with and without
 
@@ -54,6 +56,10 @@ class ModelSwitch:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
+        # The next request of a connection may begin in the last one's context. What that has noted
+        # of its sender must not speak for this one.
+        current_request.set(None)
+        log_context.set({})
         name: str | None = None
         if scope["type"] == "http" and scope["method"] == "POST" and self._may_ask(scope):
             body = await _Body.read(receive, self._max_body_bytes)
