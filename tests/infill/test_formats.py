@@ -20,7 +20,7 @@ def test_every_family_is_found_from_its_own_tokens(entry) -> None:
     texts += [entry.repository, entry.file_separator]
     special = vocabulary(*dict.fromkeys(text for text in texts if text))
     family = entry.models[0] if entry.models else ""
-    found = find_format(family, special, {})
+    found = find_format(family, special, {"general.name": "".join(entry.named)})
     assert found is not None
     assert found.name == entry.name
     assert found.order == entry.order
@@ -46,6 +46,22 @@ def test_families_spelled_alike_are_told_apart_by_their_other_tokens(extra, fami
     found = find_format(family, vocabulary(*STARCODER, *extra), {})
     assert found is not None
     assert found.name == name
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "order"),
+    [
+        ("Mellum-4b-base", "mellum", "spm"),
+        ("mellum-4b-sft-python.Q8_0", "mellum", "spm"),
+        ("refact", "starcoder", "psm"),
+        (None, "starcoder", "psm"),
+    ],
+)
+def test_an_order_that_no_token_tells_is_told_by_the_models_name(model, name, order) -> None:
+    special = vocabulary(*STARCODER, "<reponame>", "<filename>")
+    found = find_format("llama", special, {} if model is None else {"general.name": model})
+    assert found is not None
+    assert (found.name, found.order) == (name, order)
 
 
 def test_qwen_and_codegemma_differ_in_their_file_separator() -> None:

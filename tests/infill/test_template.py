@@ -40,7 +40,8 @@ def own_format(name: str) -> FimFormat:
     """The format of a model of a known family."""
     family = FORMATS[name]
     texts = [family.prefix, family.suffix, family.middle, family.file_separator, family.repository]
-    found = find_format(family.models[0], {one: i for i, one in enumerate(texts) if one}, {})
+    special_tokens = {text: number for number, text in enumerate(texts) if text}
+    found = find_format(family.models[0], special_tokens, {"general.name": "".join(family.named)})
     assert found is not None
     return found
 

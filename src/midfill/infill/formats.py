@@ -70,6 +70,8 @@ class Family:
         name: the entry's name.
         models: architecture names (``ModelConfig.family``) that usually carry it; decides only
             between entries with the same spelling of sentinels.
+        named: what the names of its models contain, in lower case; the entry is for these alone.
+            For models that share a vocabulary with others, but not the order.
         prefix, suffix, middle, order, stop, repository, file_separator: see ``FimFormat``.
     """
 
@@ -82,6 +84,7 @@ class Family:
     repository: str | None = None
     file_separator: str | None = None
     models: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -112,6 +115,18 @@ FAMILIES: tuple[Family, ...] = (
         repository="<reponame>",
         file_separator="<filename>",
         models=("gpt_bigcode", "granite", "llama", "stablelm"),
+    ),
+    Family(  # StarCoder's vocabulary; JetBrains' model card has the suffix first
+        name="mellum",
+        prefix="<fim_prefix>",
+        suffix="<fim_suffix>",
+        middle="<fim_middle>",
+        order="spm",
+        stop=("<|endoftext|>", "<fim_pad>", "<filename>"),
+        repository="<reponame>",
+        file_separator="<filename>",
+        models=("llama",),
+        named=("mellum",),
     ),
     Family(
         name="santacoder",
@@ -214,6 +229,7 @@ _MIDDLE_KEYS = (
 )
 _REPOSITORY_KEYS = ("tokenizer.ggml.fim_rep_token_id",)
 _SEPARATOR_KEYS = ("tokenizer.ggml.fim_sep_token_id",)
+_NAME_KEY = "general.name"
 _STOP_KEYS = (
     "tokenizer.ggml.eot_token_id",
     "tokenizer.ggml.fim_pad_token_id",
@@ -227,21 +243,21 @@ def find_format(
     """Return the FIM format of a model, None if it has no sentinels.
 
     The checkpoint's own metadata comes first, then the known family whose sentinels the vocabulary
-    holds. Where several families share a spelling, the one with most of its other tokens present is
-    taken. A vocabulary can hold sentinels that the model was never trained on; this can't be
-    detected here.
+    holds. Where several families share a spelling, the one that the model's name tells is taken,
+    then the one with most of its other tokens present. A vocabulary can hold sentinels that the
+    model was never trained on; this can't be detected here.
 
     Args:
         family: architecture name, ``ModelConfig.family``; only breaks ties.
         special_tokens: every added or control token's text -> id.
         metadata: GGUF keys (``tokenizer.ggml.fim_pre_token_id``, ...) or the fields of a Hugging
-            Face tokenizer_config.json (``prefix_token``, ...).
+            Face tokenizer_config.json (``prefix_token``, ...); and the model's name.
     """
     names = {token_id: text for text, token_id in special_tokens.items()}
     prefix = _from_metadata(_PREFIX_KEYS, metadata, special_tokens, names)
     suffix = _from_metadata(_SUFFIX_KEYS, metadata, special_tokens, names)
     middle = _from_metadata(_MIDDLE_KEYS, metadata, special_tokens, names)
-    known = _known_format(family, special_tokens)
+    known = _known_format(family, str(metadata.get(_NAME_KEY, "")).lower(), special_tokens)
     if prefix is None or suffix is None:
         return known
     if known is not None and (known.prefix, known.suffix) != (prefix, suffix):
@@ -299,16 +315,20 @@ def custom_format(
     return FimFormat("custom", before, after, gap, order=order, stop=(before, after, gap))
 
 
-def _known_format(family: str, special_tokens: Mapping[str, int]) -> FimFormat | None:
+def _known_format(family: str, model: str, special_tokens: Mapping[str, int]) -> FimFormat | None:
     """Return the best-fitting entry of ``FAMILIES`` with the vocabulary's ids."""
     best: Family | None = None
-    best_fit = (-1, False)
+    best_fit = (False, -1, False)
     for entry in FAMILIES:
         required = [entry.prefix, entry.suffix] + ([entry.middle] if entry.middle else [])
         if not all(text in special_tokens for text in required):
             continue
+        is_named = any(part in model for part in entry.named)
+        if entry.named and not is_named:
+            continue
         others = {*entry.stop, entry.repository, entry.file_separator} - {None}
-        fit = (sum(text in special_tokens for text in others), family in entry.models)
+        present = sum(text in special_tokens for text in others)
+        fit = (is_named, present, family in entry.models)
         if fit > best_fit:
             best, best_fit = entry, fit
     if best is None:

@@ -41,6 +41,7 @@ _COMMON = (
 _CONTROL = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001 (DeepSeek's own spelling)
 _FAMILIES = (
     ("qwen2.5-coder", r"qwen[\d.-]*.*coder|qwen2\.5|qwen3"),
+    ("mellum", r"mellum"),
     ("starcoder2", r"starcoder-?2"),
     ("starcoder", r"starcoder|stable-?code|granite.*code|refact"),
     ("santacoder", r"santacoder"),

@@ -268,6 +268,7 @@ def _find(
     named = options.fim_tokens or model.fim_tokens
     if named is not None:
         return custom_format(*named, tokens)
+    metadata = {"general.name": model.name, **metadata}
     by_name = {text: tokens[text] for text in tokens_by_name(model.name) if text in tokens}
     return find_format("", by_name, metadata) or find_format("", tokens, metadata)
 
