@@ -130,9 +130,7 @@ def split_of(asking: Asking, specification: str) -> HeadSplit:
 
 def test_razorattentions_heads_find_more_than_as_many_at_random(asking: Asking) -> None:
     split = split_of(asking, "razorattention:recent=64,share=0")
-    found = asking.scores(split)
-    for seed in range(2):
-        check_better(found, asking.scores(shuffled(split, seed)))
+    check_better(asking.scores(split), asking.scores(shuffled(split, seed=0)))
 
 
 def test_duoattentions_gates_find_more_than_random_ones_and_these_more_than_none(
@@ -240,7 +238,7 @@ def test_lazyllm_is_further_from_dense_without_its_cache_of_hidden_rows(
     """Answers of six words, each of which needs another place of the prompt."""
     tokenizer, questions = asking.model.checkpoint.tokenizer, []
     for number in range(TEXTS):
-        text = needle_text(tokenizer, TOKENS, 6, 3 * number, seed=1)
+        text = needle_text(tokenizer, 600, 6, 3 * number, seed=1)
         questions.append(Question(text.token_ids.tolist(), text.answer.tolist()))
     revived, left = (
         asking.divergences(LazyLLM(keep="0.5", revive=each), questions) for each in (1, 0)
@@ -262,7 +260,7 @@ def test_the_more_tokens_are_computed_again_the_nearer_is_the_answer(asking: Ask
     """Two texts that are cached behind other text, in one prompt; the first token's divergence."""
     ratios = (0.0, 0.15, 0.5)
     found: list[list[float]] = []
-    for number, question in enumerate(asking.questions[:8]):
+    for number, question in enumerate(asking.questions[:3]):
         begin, one, other = np.split(np.array(question.prompt), [100, 500])
         texts = [one.tolist(), other[:-30].tolist()]
         asked = Question([*begin[::-1].tolist(), *texts[1], *texts[0], *other[-30:].tolist()], [1])
@@ -294,11 +292,10 @@ def test_a_repeated_text_needs_fewer_blocks_than_random_words(default_model: Def
     words = rng.choices(text, k=2048)
     params = EngineSamplingParams(temperature=0.0, max_tokens=1)
     with default_model.runner(3000) as runner:
-        for gamma in (0.9, 0.95):
-            shares = []
-            for prompt in (words[:256] * 8, words):
-                method = FlexPrefill(gamma=gamma, least=64, chunk=512, dense=512)
-                engine = build_engine(runner, method=method)
-                serve(engine, [request("r", prompt, params)])
-                shares.append(engine.stats().listed_pairs / engine.stats().causal_pairs)
-            assert shares[0] < shares[1]
+        shares = []
+        for prompt in (words[:256] * 8, words):
+            method = FlexPrefill(gamma=0.9, least=64, chunk=512, dense=512)
+            engine = build_engine(runner, method=method)
+            serve(engine, [request("r", prompt, params)])
+            shares.append(engine.stats().listed_pairs / engine.stats().causal_pairs)
+    assert shares[0] < shares[1]

@@ -48,7 +48,7 @@ def test_under_overload_what_is_accepted_is_answered_in_time(model: str) -> None
 
 
 def test_nothing_grows_in_a_long_run(model: str) -> None:
-    options = SoakOptions(model=model, minutes=3, kv_memory="4M", document_memory="1M")
+    options = SoakOptions(model=model, minutes=2, kv_memory="4M", document_memory="1M")
     report = asyncio.run(measure_soak(options))
     assert report.failed == 0, report.failures
     assert report.evicted > 0

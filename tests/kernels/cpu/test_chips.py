@@ -46,9 +46,6 @@ OLDER_CHIPS = {
     "AVX2": Chip(
         "haswell", AVX2, frozenset({"ymm", "pmaddubsw", "vfmadd"}), frozenset({"zmm", "vpdpbusd"})
     ),
-    "SSE4.2": Chip(
-        "nehalem", "+sse4.2", lacks=frozenset({"ymm", "vfmadd", "vcvtph2ps", "pmaddubsw"})
-    ),
     "SSE2": Chip("x86-64", "", lacks=frozenset({"ymm", "vfmadd", "vcvtph2ps", "pmaddubsw"})),
 }
 RUNNABLE = [

@@ -427,18 +427,13 @@ class TestDefaultModel:
         self, default_model: DefaultModel, texts: list[list[int]]
     ) -> None:
         served = default_model.served
-        plain = "minicache:retain=0"
         methods: dict[str, CompressionMethod] = {
             "SLERP, norms and retention": MiniCache().for_model(served),
-            "retention by range": MiniCache(by="range").for_model(served),
             "SLERP and norms": MiniCache(retain=0).for_model(served),
-            "plain average": make_null(plain, "plain average", served),
-            "upper layer alone": make_null(plain, "upper layer alone", served),
             "from layer 4": MiniCache(first=4).for_model(served),
             "from layer 23": MiniCache(first=23).for_model(served),
             "layers 28 and 29": MiniCache(first=28).for_model(served),
             "SnapKV, as many cells": make_null("minicache", "plain score", served),
-            "tokens at equal distances, as many cells": make_null("minicache", "evenly", served),
         }
         found = divergences(default_model, texts, methods)
         print()

@@ -75,7 +75,7 @@ class Asking:
         print(f"\n{kind:8} {name:48} KL {found.mean():.4f} ±{radius(found):.4f}", end="")
         return found
 
-    def scores(self, name: str, method: Method | None) -> np.ndarray:
+    def scores(self, name: str, method: Method) -> np.ndarray:
         """Return the mean log probability of each needle's tokens after the first; prints them."""
         self._methods["m"] = method
         found = []
@@ -108,7 +108,6 @@ NULLS = ("pages at random", "recent pages", "summaries of whole pages")
 
 def test_pages_chosen_by_the_query_find_needles_that_others_miss(asking: Asking) -> None:
     """Whether they are ranked by summaries of 16 or of 64 keys; these two aren't told apart."""
-    asking.scores("full KV", None)
     own = asking.scores(PAGES, asking.make(PAGES))
     nulls = {null: asking.scores(null, asking.make(PAGES, null)) for null in NULLS}
     assert is_below(nulls["pages at random"], own)
@@ -117,11 +116,9 @@ def test_pages_chosen_by_the_query_find_needles_that_others_miss(asking: Asking)
 
 
 def test_pages_chosen_by_the_query_are_nearer_to_full_kv(asking: Asking) -> None:
+    null = "pages at random"
     own = asking.divergences(PAGES, asking.make(PAGES))
-    nulls = {null: asking.divergences(null, asking.make(PAGES, null)) for null in NULLS}
-    assert is_below(own, nulls["pages at random"])
-    asking.divergences("budget 512", asking.make("lserve:budget=512,static=0"))
-    asking.divergences("interval 1", asking.make(f"{PAGES},interval=1"))
+    assert is_below(own, asking.divergences(null, asking.make(PAGES, null)))
 
 
 def test_calibrated_heads_lose_less_than_others(asking: Asking) -> None:
