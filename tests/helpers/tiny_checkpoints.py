@@ -76,6 +76,7 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
     "starcoder2": _HEADS_OF_HIDDEN
     | {"sliding_window": 40, "tie_word_embeddings": True, "bos_token_id": 0},
     "mistral": _WIDE_HEADS | {"sliding_window": 24},
+    "gemma": _WIDE_HEADS | {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "gemma3": _WIDE_HEADS
     | {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -138,6 +139,7 @@ VARIANTS: Mapping[str, Variant] = {
     "qwen3": Variant("qwen3"),
     "starcoder2": Variant("starcoder2"),
     "mistral": Variant("mistral"),
+    "gemma": Variant("gemma"),
     "gemma3": Variant("gemma3"),
     "qwen2moe": Variant("qwen2moe"),
     "qwen3moe": Variant("qwen3moe"),
@@ -149,7 +151,7 @@ VARIANTS: Mapping[str, Variant] = {
 TRAINED = [
     name
     for name, variant in VARIANTS.items()
-    if variant.family not in ("gemma3", "qwen2moe", "qwen3moe")
+    if variant.family not in ("gemma", "gemma3", "qwen2moe", "qwen3moe")
 ]
 """Those that the lab can train."""
 """Every architecture and switch midfill supports, for parametrised tests."""
@@ -181,7 +183,7 @@ def write_tiny(family: str, folder: Path, **overrides: Any) -> Path:
     model_type = _MODEL_TYPES.get(family, family)
     config = AutoConfig.for_model(model_type, **(_SIZES | _FAMILIES[family] | overrides))
     model = AutoModelForCausalLM.from_config(config)
-    _randomise(model, 0.0 if family == "gemma3" else 1.0)
+    _randomise(model, 0.0 if family in ("gemma", "gemma3") else 1.0)
     model.save_pretrained(folder)
     return folder
 

@@ -164,7 +164,7 @@ class TestHuggingFace:
         [
             (
                 {"model_type": "gemma3"},
-                r"'gemma3' is not supported; midfill runs gemma3_text, granite",
+                r"'gemma3' is not supported; midfill runs gemma, gemma3_text, granite",
             ),
             ({"model_type": "mixtral"}, "'mixtral'"),
             ({"model_type": None}, "'model_type' is missing"),
@@ -354,7 +354,7 @@ class TestGguf:
         [
             (
                 {"general.architecture": "gemma2"},
-                "'gemma2' is not supported; midfill runs gemma3, granite",
+                "'gemma2' is not supported; midfill runs gemma, gemma3, granite",
             ),
             ({"general.architecture": "mistral"}, "'mistral' is not supported"),
             ({"general.architecture": None}, "'general.architecture' is missing"),

@@ -70,7 +70,7 @@ class ModelConfig:
     """A pre-norm decoder with grouped-query attention and rotary positions.
 
     Attributes:
-        family: "llama", "qwen2", "qwen3", "starcoder2", "mistral", "granite", "gemma3", ...
+        family: "llama", "qwen2", "qwen3", "starcoder2", "mistral", "granite", "gemma", ...
         layers, hidden, query_heads, kv_heads, head_dim, ffn, vocab: sizes. The rotary embedding
             covers the whole head_dim, its two halves rotated against each other (NEOX order).
         context: maximum sequence length in tokens.

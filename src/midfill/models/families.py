@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from midfill.errors import CheckpointError
 from midfill.models import (
+    gemma,
     gemma3,
     gguf_config,
     granite,
@@ -30,6 +31,7 @@ FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
         llama,
+        gemma,
         gemma3,
         granite,
         qwen2,

@@ -160,6 +160,7 @@ _CONFIGS = (
     {"model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 16},
     {"model_type": "starcoder2", "norm_epsilon": 1e-5, "use_bias": True, "sliding_window": 8},
     {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": 8},
+    {"model_type": "gemma", "rms_norm_eps": 1e-6, "head_dim": 16},
     {"model_type": "gemma3_text", "rms_norm_eps": 1e-6, "head_dim": 16, "sliding_window": 8,
      "layer_types": ["full_attention"], "query_pre_attn_scalar": 16, "rope_local_base_freq": 1e4},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gemma 3 as a GGUF file: its own names of norms, whose weights hold the 1 that they add."""
+"""Gemma as a GGUF file: its own names of norms, whose weights hold the 1 that they add."""
 
 from pathlib import Path
 
@@ -32,8 +32,10 @@ MODULES = {
 
 def write(folder: Path, checkpoint: Checkpoint, path: Path) -> Path:
     """Write a Hugging Face folder as a converter does."""
-    config = checkpoint.config
-    writer = gguf.GGUFWriter(path, "gemma3")
+    config, modules = checkpoint.config, MODULES
+    if config.family == "gemma":
+        modules = MODULES | {"post_attention_layernorm": "ffn_norm"}
+    writer = gguf.GGUFWriter(path, config.family)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden)
     writer.add_block_count(config.layers)
@@ -44,15 +46,16 @@ def write(folder: Path, checkpoint: Checkpoint, path: Path) -> Path:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_float32("gemma3.rope.freq_base_swa", config.local_rope_theta or 0.0)
-    writer.add_float32("gemma3.attention.scale", config.score_scale)
-    writer.add_sliding_window(config.sliding_window or 0)
-    writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True])
+    if config.family == "gemma3":
+        writer.add_float32("gemma3.rope.freq_base_swa", config.local_rope_theta or 0.0)
+        writer.add_float32("gemma3.attention.scale", config.score_scale)
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True])
     writer.add_eos_token_id(0)
     for name, values in load_file(folder / "model.safetensors").items():
         _, *parts, leaf = name.split(".")
         if parts[0] == "layers":
-            stored = f"blk.{parts[1]}.{MODULES['.'.join(parts[2:])]}.{leaf}"
+            stored = f"blk.{parts[1]}.{modules['.'.join(parts[2:])]}.{leaf}"
         else:
             stored = {"embed_tokens": "token_embd", "norm": "output_norm"}[parts[0]] + f".{leaf}"
         writer.add_tensor(stored, values + np.float32(stored.endswith("norm.weight")))
@@ -63,9 +66,9 @@ def write(folder: Path, checkpoint: Checkpoint, path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_variant("gemma3", tmp_path_factory.mktemp("gemma") / "folder")
+@pytest.fixture(scope="module", params=["gemma", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_variant(request.param, tmp_path_factory.mktemp("gemma") / "folder")
 
 
 def logits(checkpoint: Checkpoint) -> np.ndarray:
@@ -77,7 +80,8 @@ def test_it_is_the_model_of_the_folder(folder: Path, tmp_path: Path) -> None:
     theirs = open_checkpoint(folder)
     ours = open_checkpoint(write(folder, theirs, tmp_path / "gemma.gguf"))
     assert sorted(ours.names()) == sorted(theirs.names())
-    assert ours.config.windowed_layers == theirs.config.windowed_layers == (0, 2)
+    assert ours.config.windowed_layers == theirs.config.windowed_layers
+    assert ours.config.embedding_multiplier == theirs.config.embedding_multiplier
     for name in theirs.names():
         expected = theirs.tensor(name).to_float32()
         np.testing.assert_array_equal(ours.tensor(name).to_float32(), expected)

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
-from midfill.models.families import huggingface_names
+from midfill.models.families import FAMILIES, huggingface_names
 from midfill.runners.rope import rope_frequencies
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
@@ -61,7 +61,8 @@ def transformers_config(config: ModelConfig) -> Any:
     """
     from transformers import AutoConfig
 
-    if config.post_norms or config.experts is not None:
+    offset = FAMILIES[config.family].norm_offset  # which their weights lack in transformers
+    if offset or config.experts is not None:
         raise MidfillError(f"models of the family {config.family} can't be trained here yet")
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,
