@@ -1,4 +1,4 @@
-"""``bench peers``: midfill's server, llama.cpp's and vLLM's, one after another on one machine.
+"""``bench peers``: midfill's server and those of others, one after another on one machine.
 
 Same model, prompts, threads and room for KV; never two servers at once. Each is started afresh,
 answers two small prompts to warm up, then gets every load of ``loads``. midfill runs twice:
@@ -31,11 +31,13 @@ from midfill_lab.bench.peers.loads import (
     loads_for,
     warm_up,
 )
+from midfill_lab.bench.peers.openvino import launch_openvino
 from midfill_lab.bench.peers.process import ServerProcess, free_port
 from midfill_lab.bench.peers.results import (
     LLAMA_CPP,
     LOADS,
     MIDFILL,
+    OPENVINO,
     SPECULATIVE,
     VLLM,
     Figure,
@@ -192,7 +194,7 @@ def reason_to_skip(load: Load, context: int, figures: Sequence[Figure], limit: f
     return f"its prompts would take about {seconds:,.0f} s, more than the limit of {limit:,.0f} s"
 
 
-SERVERS = (MIDFILL, LLAMA_CPP, VLLM)
+SERVERS = (MIDFILL, LLAMA_CPP, OPENVINO, VLLM)
 QUICK = PeersOptions(
     prefill=(512, 1500),
     contexts=(16, 1000),
@@ -219,10 +221,12 @@ class Programs:
 
     Attributes:
         llama_server: llama.cpp's server.
+        openvino_python: an interpreter that has openvino-genai.
         vllm_python: an interpreter that has vllm.
     """
 
     llama_server: Path | None = None
+    openvino_python: Path | None = None
     vllm_python: Path | None = None
 
 
@@ -330,6 +334,8 @@ def _launches(
             progress(f"llama.cpp: preparing weights, {weights}")
             links = folder / "links"
             yield launch_llama_cpp(model, room, programs.llama_server, links, weights)
+    if OPENVINO in options.servers:
+        yield launch_openvino(model, room, programs.openvino_python)
     if VLLM in options.servers:
         for dtype in options.vllm_dtypes:
             progress(f"vllm: preparing weights, {dtype}")

@@ -17,6 +17,7 @@ MIDFILL = "midfill"
 MIDFILL_PLAIN = "midfill without speculation"
 LLAMA_CPP = "llama.cpp"
 VLLM = "vllm"
+OPENVINO = "openvino"
 
 STORED = "stored"
 """llama.cpp's weights as the model's file has them."""
@@ -35,7 +36,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
-        servers: of "midfill", "llama.cpp" and "vllm".
+        servers: of "midfill", "llama.cpp", "openvino" and "vllm".
         llama_formats: weights that llama.cpp is measured with, each as a server of its own:
             ``STORED``, or a type of llama-quantize such as "q4_k_m".
         vllm_dtypes: likewise for vLLM: "float32", "bfloat16".
@@ -60,7 +61,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: chooses files and tokens.
     """
 
-    servers: tuple[str, ...] = (MIDFILL, LLAMA_CPP, VLLM)
+    servers: tuple[str, ...] = (MIDFILL, LLAMA_CPP, OPENVINO, VLLM)
     llama_formats: tuple[str, ...] = ("stored", "q4_0", "q4_k_m")
     vllm_dtypes: tuple[str, ...] = ("float32",)
     loads: tuple[str, ...] = ("prefill", "decode", "keystroke", "rounds", "session")

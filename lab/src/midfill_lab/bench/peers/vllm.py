@@ -1,8 +1,6 @@
 """vLLM on the CPU: the interpreter it is installed for, and how its server is started."""
 
-import importlib.util
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from math import ceil
@@ -11,7 +9,8 @@ from pathlib import Path
 from midfill.errors import MidfillError
 from midfill.system.cache import cache_folder
 from midfill.system.files import write_folder
-from midfill.system.python_child import python_command, python_environment
+from midfill.system.python_child import python_environment
+from midfill_lab.bench.peers.interpreters import find_interpreter
 from midfill_lab.bench.peers.loads import LAID_OUT
 from midfill_lab.bench.peers.results import VLLM
 from midfill_lab.bench.peers.servers import PORT, ComparedModel, Launch, Missing, ReadBytes, Room
@@ -23,7 +22,6 @@ INSTALL = (
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _CONVERT_SECONDS = 1200
-_FIND = "import importlib.metadata as m; print(m.version('vllm'))"
 _CONVERTER = Path(__file__).with_name("convert.py")
 DTYPES = tuple(_BYTES)
 
@@ -47,7 +45,7 @@ def launch_vllm(
         dtype: of weights, activations and KV; one of ``DTYPES``.
     """
     name = VLLM if dtype == "float32" else f"{VLLM} {dtype}"
-    found = _find(python)
+    found = find_interpreter(python, "vllm", "vllm", program="vllm")
     if found is None:
         hint = "not found" if python is None else f"{python} does not have it"
         return Missing(name, f"{hint}; {INSTALL}")
@@ -82,33 +80,6 @@ def launch_vllm(
         layouts=LAID_OUT,
         read_bytes=lambda _: ReadBytes(_BYTES[dtype] * model.parameters_read, kv_bytes),
     )
-
-
-def _find(python: Path | None) -> tuple[str, str] | None:
-    """Return an interpreter that has vllm, and vllm's version."""
-    if python is not None:
-        candidates = [str(python)]
-    else:
-        program = shutil.which("vllm")
-        # pip installs scripts beside their interpreter.
-        candidates = [str(Path(program).parent / "python")] if program is not None else []
-        if importlib.util.find_spec("vllm") is not None:
-            candidates.append(python_command()[0])
-    for candidate in candidates:
-        try:
-            said = subprocess.run(
-                [candidate, "-c", _FIND],
-                env=python_environment(),
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if said.returncode == 0:
-            return candidate, said.stdout.strip()
-    return None
 
 
 def _cores(threads: int) -> str:

