@@ -29,7 +29,11 @@ class DefaultModel:
     @cached_property
     def served(self) -> ServedModel:
         """What methods are told of it."""
-        return ServedModel(self.checkpoint.config, digest=model_digest(self.checkpoint))
+        return ServedModel(
+            self.checkpoint.config,
+            digest=model_digest(self.checkpoint),
+            token_bytes=self.checkpoint.tokenizer.token_bytes,
+        )
 
     @contextmanager
     def runner(self, slots: int) -> Iterator[CpuRunner]:

@@ -66,14 +66,17 @@ class ForcedAnswers:
         answer: Sequence[int],
         tenant: str = "",
         contexts: tuple[int, ...] = (),
+        compress_after: int = 0,
     ) -> np.ndarray:
         """Return the log probabilities [answer's tokens, vocab]; tenants share no cache.
 
-        ``contexts`` are the bounds of the prompt's files, see ``EngineRequest``.
+        ``contexts`` are the bounds of the prompt's files; for these and ``compress_after`` see
+        ``EngineRequest``.
         """
         self._forcing.answer, self._forcing.seen = answer, []
         params = EngineSamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
-        asked = request("r", prompt, params, tenant, method=method, contexts=contexts)
+        options = {"contexts": contexts, "compress_after": compress_after}
+        asked = request("r", prompt, params, tenant, method=method, **options)
         self.computed = -self._engine.stats().computed_tokens
         found = serve(self._engine, [asked])["r", 0]
         self.computed += self._engine.stats().computed_tokens

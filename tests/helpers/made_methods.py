@@ -21,7 +21,12 @@ def make_method(specification: str, config: ModelConfig) -> Method:
     digest = f"{config.layers:04}{config.query_heads:04}{config.kv_heads:04}" * 4
     for calibration in made_up_calibrations(digest, config):
         calibration_store.store(calibration)
-    return method.for_model(ServedModel(config=config, digest=digest))
+    return method.for_model(ServedModel(config=config, digest=digest, token_bytes=_token_bytes))
+
+
+def _token_bytes(token_id: int) -> bytes:
+    """Every ninth token ends a sentence."""
+    return b"." if token_id % 9 == 0 else b"a"
 
 
 def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
@@ -66,6 +71,7 @@ _SMALL = {
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
     "lserve": "budget=192,sinks=4,recent=60",
+    "sentencekv": "budget=48,keep=2,start=4,recent=16,window=16",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
 }
 _WHOLE = {
@@ -79,6 +85,7 @@ _WHOLE = {
     "minference": "chunk=64,dense=0,scale=100",
     "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
     "lserve": "budget=512,recent=400",
+    "sentencekv": "budget=400,keep=1",
     STREAMING_PREFILL: "sparsity=0,sinks=4,recent=32",
 }
 

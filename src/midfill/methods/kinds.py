@@ -18,6 +18,7 @@ from midfill.methods.evict.succession import in_succession
 from midfill.methods.method import Method, methods_in
 from midfill.methods.reuse.sequence import ReuseKind
 from midfill.methods.rows.sequence import PruningKind
+from midfill.methods.sentences.sequence import SentenceKind, SentenceReads
 from midfill.methods.sequence_method import (
     NO_METHOD,
     MethodKind,
@@ -55,6 +56,7 @@ class MethodKinds:
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
         self._sparse_decode = SparseDecodeKind(runner.config, pool)
+        self._sentences = SentenceKind(runner, pool)
         # In the order in which they arrange a sequence's rows and decide about its KV. Summaries of
         # pages are found by the slots that they have before others are evicted.
         self._kinds: tuple[MethodKind, ...] = (
@@ -64,6 +66,7 @@ class MethodKinds:
             sparse,
             self._sparse_decode,
             EvictionKind(runner, Eviction(runner, pool)),
+            self._sentences,
             *further,
         )
 
@@ -71,6 +74,11 @@ class MethodKinds:
     def decode_reads(self) -> DecodeReads:
         """What was read of answers' KV where rows choose their keys."""
         return self._sparse_decode.reads
+
+    @property
+    def sentence_reads(self) -> SentenceReads:
+        """What was read of answers' KV where sentences are looked up, and what was moved for it."""
+        return self._sentences.reads
 
     def check(self, method: Method | None) -> None:
         """Check that a method's parts can stand together, on a request that all of them act on.

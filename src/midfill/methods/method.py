@@ -9,6 +9,7 @@ from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.reuse.method import ReuseMethod
 from midfill.methods.reuse.sequence import OwnSequences
 from midfill.methods.rows.method import PruningMethod
+from midfill.methods.sentences.method import ChosenSentences
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_decode.method import SparseDecodeMethod
 from midfill.methods.sparse_prefill.method import PrefillMethod
@@ -50,7 +51,8 @@ class CombinedMethod:
 
 
 Method = (
-    CombinedMethod
+    ChosenSentences
+    | CombinedMethod
     | CompressionMethod
     | OwnSequences
     | ParallelMethod

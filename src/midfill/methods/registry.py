@@ -20,7 +20,7 @@ KINDS = {
     "quantize": "keeps each prompt's KV at few bits while its answer is written",
     "prefill": "computes a part of a prompt's attention",
     "reuse": "takes KV of text that has moved from where it stood",
-    "decode": "reads a part of the KV for each token of an answer, and keeps all of it",
+    "decode": "reads a part of the KV for each token of an answer",
     "rows": "drops tokens of a prompt between two layers",
 }
 """What methods do, by kind."""
@@ -110,6 +110,8 @@ METHODS = {
             "Yang et al., ICLR 2025, arXiv 2502.05431", ".contexts.ape", "Ape"),
         MethodEntry("lserve", "decode", "LServe",
             "Yang et al., MLSys 2025, arXiv 2502.14866", ".sparse_decode.lserve", "LServe"),
+        MethodEntry("sentencekv", "decode", "SentenceKV",
+            "Zhu et al., COLM 2025, arXiv 2504.00970", ".sentences.sentencekv", "SentenceKV"),
         MethodEntry("lazyllm", "rows", "LazyLLM",
             "Fu et al., 2024, arXiv 2407.14057", ".rows.lazyllm", "LazyLLM"),
         MethodEntry("uncomp-stage", "rows", "UNComp's stages",

@@ -1,5 +1,6 @@
 """ServedModel: what a method may know of the model that it is to be used with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ class ServedModel:
         digest: ``models.checkpoints.opening.model_digest``, which covers the adapter, too.
         options: how commands name it: "--model smollm2-135m".
         kv_cache_dtype: how its keys and values are stored, by ``CellLayout``.
+        token_bytes: returns what a token stands for, b"" if that is no text; None if nobody knows.
     """
 
     config: ModelConfig
@@ -23,3 +25,4 @@ class ServedModel:
     digest: str = ""
     options: str = ""
     kv_cache_dtype: str = "f16"
+    token_bytes: Callable[[int], bytes] | None = None

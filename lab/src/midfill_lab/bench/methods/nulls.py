@@ -9,7 +9,7 @@ explain why one of them finds more.
 KVMerger's nulls evict instead of merging, also by the score of H2O, or merge otherwise: windows of
 one length wherever they lie, the least similar neighbours, or the same sets by their plain mean.
 Those of methods that quantise are in ``fewer_bits`` and ``spent_bits``, those of methods whose rows
-choose pages in ``other_pages``.
+choose pages in ``other_pages``, or look sentences up in ``other_sentences``.
 
 Every null of eviction keeps exactly as many cells as its method, but for "no mean key", which keeps
 a cell less per streaming head. Random choices follow from the prompt alone.
@@ -37,10 +37,11 @@ from midfill.methods.evict.streaming_heads import HeadSplit
 from midfill.methods.evict.window_attention import head_attention, window_attention
 from midfill.methods.method import ModelSpecific
 from midfill.methods.registry import parse_name, resolve_method, split_methods
+from midfill.methods.sentences.method import ChosenSentences
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_decode.method import SparseDecodeMethod
 from midfill.models.config import ModelConfig
-from midfill_lab.bench.methods import fewer_bits, other_pages, spent_bits
+from midfill_lab.bench.methods import fewer_bits, other_pages, other_sentences, spent_bits
 from midfill_lab.bench.methods.spending import (
     DrawnMethod,
     EvenKeys,
@@ -328,6 +329,11 @@ def _pages(change: Callable[[SparseDecodeMethod], SparseDecodeMethod]) -> Null:
     return lambda found: cast("CompressionMethod", change(cast("SparseDecodeMethod", found.method)))
 
 
+def _sentences(change: Callable[[ChosenSentences], ChosenSentences]) -> Null:
+    """Return the null that a change of which sentences rows read makes."""
+    return lambda found: cast("CompressionMethod", change(cast("ChosenSentences", found.method)))
+
+
 _POSITIONS: Mapping[str, Null] = {"at random": _random, "evenly": _even}
 _KEYS: Mapping[str, Null] = {**_POSITIONS, "plain score": _plain}
 _SCORED: Mapping[str, Null] = {**_KEYS, "reversed score": _reversed}
@@ -397,6 +403,11 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         "recent pages": _pages(other_pages.recent_pages),
         "summaries of whole pages": _pages(other_pages.whole_page_summaries),
     },
+    "sentencekv": {
+        "sentences at random": _sentences(other_sentences.random_sentences),
+        "first and last keys": _sentences(other_sentences.recent_sentences),
+        "pages of 16 tokens": _sentences(other_sentences.fixed_pages),
+    },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block
 by block, so nothing can be spent otherwise at the prompt's end: it has none."""
@@ -425,7 +436,7 @@ def make_null(specification: str, title: str, model: ServedModel) -> Compression
     """
     settings = resolve_method(specification)
     method = settings.for_model(model) if isinstance(settings, ModelSpecific) else settings
-    assert isinstance(method, CompressionMethod | SparseDecodeMethod)
+    assert isinstance(method, CompressionMethod | SparseDecodeMethod | ChosenSentences)
     require(
         not getattr(settings, "cascade", 0),
         "the nulls of a method are compared with it at the prompt's end: leave out cascade=1",

@@ -89,7 +89,11 @@ class MethodSession:
         )
         self.tokenizer = checkpoint.tokenizer
         self.fingerprint = checkpoint.content_digest
-        self.served_model = ServedModel(config=checkpoint.config, digest=model_digest(checkpoint))
+        self.served_model = ServedModel(
+            config=checkpoint.config,
+            digest=model_digest(checkpoint),
+            token_bytes=checkpoint.tokenizer.token_bytes,
+        )
         format = fim_format(checkpoint, None)
         self.has_sentinels = format is not None
         self._prompts = PromptEncoder(checkpoint, format, self.info.context, None)

@@ -1,0 +1,1 @@
+"""Methods whose rows read the sentences that suit the one being written."""
