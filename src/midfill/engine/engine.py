@@ -291,6 +291,13 @@ class Engine:
         """What was computed of prompts' attention under methods of sparse prefill."""
         return self._methods.key_pairs
 
+    def take_parked_bytes(self) -> int:
+        """Return the most KV that a method has kept outside the pool for one sequence.
+
+        Counted since this was last asked.
+        """
+        return self._methods.take_parked_bytes()
+
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts

@@ -80,6 +80,12 @@ class MethodKinds:
         """What was read of answers' KV where sentences are looked up, and what was moved for it."""
         return self._sentences.reads
 
+    def take_parked_bytes(self) -> int:
+        """See ``Engine.take_parked_bytes``."""
+        reads = self._sentences.reads
+        taken, reads.parked_bytes = reads.parked_bytes, 0
+        return taken
+
     def check(self, method: Method | None) -> None:
         """Check that a method's parts can stand together, on a request that all of them act on.
 

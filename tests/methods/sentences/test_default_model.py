@@ -40,15 +40,20 @@ class Asking:
         self.needles = []
         for number in range(TEXTS):
             rng = random.Random(number)
-            pair = names(2, rng)
-            codes = [rng.randrange(1000, 10_000) for _ in pair]
-            depths = (number + 0.5) / TEXTS, ((number + TEXTS // 2) % TEXTS + 0.5) / TEXTS
-            lines = [
-                f"# The pass code of the {n} is {c}.\n" for n, c in zip(pair, codes, strict=True)
+            # Worded differently: what the first question looks for isn't the other's answer.
+            stems = [
+                stem.format(name)
+                for stem, name in zip(
+                    ("The pass code of the {} is", "Parcels for the {} go to gate"),
+                    names(2, rng),
+                    strict=True,
+                )
             ]
-            hidden = sorted(zip(depths, lines, strict=True))
-            text = model.haystacks.hide(number, TOKENS, hidden)
-            asked = [encode(f"\n# The pass code of the {name} is") for name in pair]
+            codes = [rng.randrange(1000, 10_000) for _ in stems]
+            depths = (number + 0.5) / TEXTS, ((number + TEXTS // 2) % TEXTS + 0.5) / TEXTS
+            lines = [f"# {stem} {code}.\n" for stem, code in zip(stems, codes, strict=True)]
+            text = model.haystacks.hide(number, TOKENS, sorted(zip(depths, lines, strict=True)))
+            asked = [encode(f"\n# {stem}") for stem in stems]
             self.needles.append((text, asked, [encode(f" {code}.\n") for code in codes]))
         texts = [model.haystacks.hide(number, TOKENS + 64, []) for number in range(TEXTS)]
         self.code = [(text[:TOKENS], text[TOKENS : TOKENS + ANSWER]) for text in texts]

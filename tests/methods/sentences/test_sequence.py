@@ -268,7 +268,7 @@ def test_the_pool_holds_as_much_however_long_prompt_and_answer_are(cpu: CpuRunne
             held.append(owned(engine))
         most.append(max(held[2:]))
         width = sum(cpu.cells.layout.widths) * cpu.config.layers * cpu.config.kv_heads
-        kept = engine._methods.sentence_reads.parked_bytes / width
+        kept = engine.take_parked_bytes() / width
         assert RULE.retained < kept <= RULE.retained + ANSWER
     assert most == [RULE.budget + 31] * 2
 
@@ -304,6 +304,20 @@ def test_preemption_and_company_change_nothing(cpu: CpuRunner, steps: tuple[int,
     found = serve(engine, requests, after_step=preempting_at(*steps))
     assert [found[str(i), 0].tokens for i in range(3)] == expected
     assert engine.stats().preemptions > 0
+
+
+def test_prompts_may_run_layer_by_layer(cpu: CpuRunner) -> None:
+    """With rows of a question after them, and answers that are computed again."""
+    asked = [
+        request(str(length), prompt(length, length), PARAMS, compress_after=length - 7)
+        for length in (90, 150)
+    ]
+    expected = [
+        serve(build_engine(cpu, method=METHOD), [one])[one.request_id, 0].tokens for one in asked
+    ]
+    engine = build_engine(cpu, method=METHOD, token_budget=30, by_layers=True)
+    found = serve(engine, asked, after_step=preempting_at(40))
+    assert [found[one.request_id, 0].tokens for one in asked] == expected
 
 
 def test_a_pool_that_is_short_preempts_and_all_are_answered(llama: Checkpoint) -> None:

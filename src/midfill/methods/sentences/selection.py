@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.arrays import BoolArray, Float32Array, Int32Array
+from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.window_attention import (
     group_mean,
@@ -105,7 +105,7 @@ def sentence_bounds(ends: BoolArray, positions: Int32Array) -> Int32Array:
     Returns:
         [heads, sentences + 1] int32, numbers of keys, ascending from 0 to n.
     """
-    before = np.cumsum(ends) - ends
+    before: Int64Array = np.cumsum(ends, dtype=np.int64) - ends.astype(np.int64)
     sentences = int(before[-1]) + 1
     heads = len(positions)
     counts = np.zeros((heads, sentences + 1), np.int32)

@@ -50,7 +50,7 @@ class SentenceReads(DecodeReads):
         listed: keys that rows read of those outside the pool, each in one layer and KV head.
         fetched: how many of them had to be copied into the pool, since the row before had not read
             them.
-        parked_bytes: the most that one sequence has kept outside the pool.
+        parked_bytes: the most that one sequence has kept outside the pool, until that is taken.
     """
 
     listed: int = 0
@@ -237,8 +237,8 @@ class SentenceReader(SequenceMethod):
         tail = min(rule.recent, keys - library.parked.count)
         wanted = listed[:, : library.parked.count]
         reads.fetched += library.parked.fetch(wanted)
-        reads.listed += np.count_nonzero(wanted)
-        head, number = np.nonzero(listed[:, : keys - tail])
+        reads.listed += int(np.count_nonzero(wanted))
+        head, number = (axis.astype(np.int32) for axis in np.nonzero(listed[:, : keys - tail]))
         cells = np.empty(len(head), np.int32)
         is_parked = number < library.parked.count
         cells[is_parked] = library.parked.cells(head[is_parked], number[is_parked])
@@ -248,7 +248,7 @@ class SentenceReader(SequenceMethod):
         plan = replace(rows.plan or AttentionPlan(), cells=RaggedIndex(cells, ends))
         config = self._state.runner.config
         group = config.query_heads // config.kv_heads
-        reads.pairs += group * np.count_nonzero(listed)
+        reads.pairs += group * int(np.count_nonzero(listed))
         reads.causal += (first + 1) * config.query_heads * config.layers
         reads.rows += 1
         return rows._replace(kv_slots=rows.kv_slots[len(rows.kv_slots) - tail :], plan=plan)

@@ -37,7 +37,8 @@ class Holding(NamedTuple):
         ttft_seconds: from the request to the first token.
         decode_seconds: per token after the first.
         cached_tokens: prompt tokens that were found in the prefix cache.
-        list_bytes: of the lists of cells that stand for the prompt, with their terms.
+        list_bytes: of the lists of cells that stand for the prompt, with their terms, and of KV that
+            its method keeps outside the pool.
     """
 
     after_prefill: int
@@ -173,6 +174,7 @@ class MethodSession:
         after_prefill = cached = 0
         assert self._tap is not None
         self._tap.list_bytes = 0
+        self._engine.take_parked_bytes()
         started = time.perf_counter()
         self._engine.add(request)
         while self._engine.has_work():
@@ -188,7 +190,7 @@ class MethodSession:
             ttft_seconds=arrivals[0] - started,
             decode_seconds=(arrivals[-1] - arrivals[0]) / (len(arrivals) - 1),
             cached_tokens=cached,
-            list_bytes=self._tap.list_bytes,
+            list_bytes=self._tap.list_bytes + self._engine.take_parked_bytes(),
         )
 
     def infill_prompt(self, prefix: str, suffix: str, name: str) -> Prompt:
