@@ -37,8 +37,8 @@ class Holding(NamedTuple):
         ttft_seconds: from the request to the first token.
         decode_seconds: per token after the first.
         cached_tokens: prompt tokens that were found in the prefix cache.
-        list_bytes: of the lists of cells that stand for the prompt, with their terms, and of KV that
-            its method keeps outside the pool.
+        list_bytes: of the lists of cells that stand for the prompt, with their terms, and of KV
+            that its method keeps outside the pool.
     """
 
     after_prefill: int
