@@ -23,6 +23,7 @@ MODULES = {
     **{f"experts.{part}": f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")},
     **{f"shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
+_MAX_DENSE_LAYERS = 10_000
 _MAX_GROUPS = 63
 _SOFTMAX, _SIGMOID = 1, 2
 """GGUF's numbers of scoring functions."""
@@ -42,7 +43,7 @@ def read_latent_decoder(fields: ConfigFields, family: str) -> ModelConfig:
     # null means that queries have no latent; a missing key means transformers' default.
     query_rank = 0 if fields.states("q_lora_rank") else 1536
     latent = LatentAttention(
-        query_rank=fields.integer("q_lora_rank", query_rank),
+        query_rank=max(fields.integer("q_lora_rank", query_rank), 0),
         rank=fields.size("kv_lora_rank", 512),
         plain_dim=fields.size("qk_nope_head_dim", 128),
         rotary_dim=fields.size("qk_rope_head_dim", 64),
@@ -82,6 +83,8 @@ def read_routed_experts(fields: ConfigFields, layers: int) -> Experts | None:
     dense = min(fields.integer("first_k_dense_replace", 0), layers)
     if count <= 0 or dense == layers:
         return None
+    if dense > _MAX_DENSE_LAYERS:
+        raise fields.error(f"'first_k_dense_replace' must be at most {_MAX_DENSE_LAYERS}")
     ffn = fields.size("moe_intermediate_size")
     return Experts(
         count=count,

@@ -143,6 +143,11 @@ def test_keys_that_are_values_move_and_turn_as_others_do(latent_runner: Runner) 
     latent_runner.cells.write(cells, keys.astype(np.float32), np.zeros_like(keys, np.float32))
     for found in latent_runner.cells.read(cells):
         np.testing.assert_array_equal(found, keys.astype(np.float32))
+    dumped = latent_runner.cells.dump(cells)
+    assert tuple(each.shape[1] for each in dumped) == latent_runner.cells.layout.widths
+    latent_runner.cells.restore(np.roll(cells, 1), dumped)
+    found, _ = latent_runner.cells.read(np.roll(cells, 1))
+    np.testing.assert_array_equal(found, keys.astype(np.float32))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8", "i4"])
