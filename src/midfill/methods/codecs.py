@@ -54,8 +54,8 @@ def open_codec(
         return None
     if runner.config.vectors_per_cell == 1:
         raise InvalidRequestError(
-            f"the codec {codec!r} needs keys and values apart, which a model with latent attention "
-            f"hasn't; leave it out, or give {OFF!r}",
+            f"the codec {codec!r} is not possible with latent attention, whose keys are values, "
+            f"too; leave it out, or give {OFF!r}",
             param="codec",
         )
     from midfill.methods.store.cachegen import CacheGen, CacheGenCodec, KvShape

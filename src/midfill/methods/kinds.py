@@ -97,7 +97,7 @@ class MethodKinds:
             return NO_METHOD
         if self._shares_values:
             raise InvalidRequestError(
-                "methods need keys and values apart, which a model with latent attention hasn't",
+                "methods are not possible with latent attention, whose keys are values, too",
                 param="method",
             )
         found = [

@@ -1,7 +1,8 @@
 """The forward pass of a decoder with latent attention: one compiled call per step.
 
 Attention itself, MLPs, mixtures of experts and the head are those of ``kernels.cpu.decoder``, over
-the same memory. Here is what lies between. All threads share each phase; there are no blocks of
+the same memory, taken as they are: that file stays as it is, so nothing is compiled anew for other
+models. Here is what lies between. All threads share each phase; there are no blocks of
 rows that a thread runs by itself.
 
 A chunk of a prompt is computed in the absorbed form like a decode. That is correct, and takes more
