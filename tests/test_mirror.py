@@ -50,6 +50,7 @@ TESTED_THROUGH = {
         "kernels/cpu/experts/routing",
         "runners/cpu/expert_memory",
     ),
+    "kernels/cpu/latent/test_decoder.py": ("kernels/cpu/latent/projections",),
     "kernels/cpu/test_kv_cache.py": ("kernels/cpu/bfloat16", "kernels/cpu/halves"),
     "kernels/cpu/test_linear.py": (
         "kernels/cpu/dots",

@@ -47,6 +47,14 @@ t+i ĠV+ariant
 
 _WIDE_HEADS = {"head_dim": 32}  # 4 heads of 32 beside a hidden size of 64
 _HEADS_OF_HIDDEN = {"hidden_size": 128}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
 
 _FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": _WIDE_HEADS | {"rms_norm_eps": 1e-5},
@@ -73,6 +81,27 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
         "moe_intermediate_size": 96,
         "norm_topk_prob": True,
     },
+    "deepseek2": _LATENT
+    | {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+    },
+    "deepseekv3": _LATENT
+    | {
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 0,
+    },
     "starcoder2": _HEADS_OF_HIDDEN
     | {"sliding_window": 40, "tie_word_embeddings": True, "bos_token_id": 0},
     "mistral": _WIDE_HEADS | {"sliding_window": 24},
@@ -87,7 +116,13 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+_MODEL_TYPES = {
+    "deepseek2": "deepseek_v2",
+    "deepseekv3": "deepseek_v3",
+    "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
 """Families that have another name in transformers."""
 
 
@@ -146,12 +181,32 @@ VARIANTS: Mapping[str, Variant] = {
     "qwen3moe-dense-layers": Variant(
         "qwen3moe", {"mlp_only_layers": [1], "norm_topk_prob": False, "num_experts_per_tok": 8}
     ),
+    "deepseek2": Variant("deepseek2"),
+    "deepseek2-grouped-yarn": Variant(
+        "deepseek2",
+        {
+            "q_lora_rank": 64,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 256,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.707,
+            },
+        },
+    ),
+    "deepseekv3": Variant("deepseekv3", {"q_lora_rank": 64}),
 }
 
 TRAINED = [
     name
     for name, variant in VARIANTS.items()
-    if variant.family not in ("gemma", "gemma3", "qwen2moe", "qwen3moe")
+    if variant.family not in ("deepseek2", "deepseekv3", "gemma", "gemma3", "qwen2moe", "qwen3moe")
 ]
 """Those that the lab can train."""
 """Every architecture and switch midfill supports, for parametrised tests."""
@@ -273,3 +328,6 @@ def _randomise(model: "torch.nn.Module", norms: float) -> None:
                 parameter.copy_(noise * 0.3)
             else:
                 parameter.copy_(norms + noise * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)

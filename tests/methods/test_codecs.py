@@ -11,6 +11,7 @@ from midfill.methods.codecs import check_codec, open_codec
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.system.cache import cache_folder
+from serving import torch_runner
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,14 @@ def test_other_formats_of_kv_are_refused(tmp_path: Path) -> None:
     runner = CpuRunner.load(checkpoint, slots=64, threads=1, weights="f32", kv_cache_dtype="i8")
     with pytest.raises(InvalidRequestError, match="f16 or f32, not i8"):
         open_codec("cachegen", runner, checkpoint.tokenizer, lambda: "model")
+
+
+def test_a_codec_is_refused_where_keys_are_values(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_variant("deepseek2", tmp_path))
+    runner = torch_runner(checkpoint, slots=64)
+    assert open_codec("none", runner, checkpoint.tokenizer, lambda: "model") is None
+    with pytest.raises(
+        InvalidRequestError, match="'cachegen' is not possible with latent"
+    ) as caught:
+        open_codec("cachegen", runner, checkpoint.tokenizer, lambda: "model")
+    assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,13 @@ from tiny_checkpoints import VOCAB, write_variant
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.errors import InvalidRequestError
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
 from midfill.kv.ragged import RaggedIndex, cells_of_slots
+from midfill.methods.kinds import MethodKinds
+from midfill.methods.method import ModelSpecific
+from midfill.methods.registry import resolve_method
 from midfill.methods.sequence_method import (
     PlainLengths,
     Prefill,
@@ -187,3 +192,15 @@ def test_requests_beside_it_keep_their_bits_and_so_does_it(runner: Runner) -> No
     both = serve(engine(runner), [plain, toy], after_step=preempting_every(11))
     for name, expected in alone.items():
         assert both[name, 0].tokens == expected.tokens
+
+
+def test_methods_are_refused_where_keys_are_values(tmp_path: Path) -> None:
+    runner = torch_runner(open_checkpoint(write_variant("deepseek2", tmp_path)), slots=64)
+    kinds = MethodKinds(runner, KVPool(64))
+    kinds.check(None)
+    method = resolve_method("snapkv")
+    assert method is not None
+    assert not isinstance(method, ModelSpecific)
+    with pytest.raises(InvalidRequestError, match="not possible with latent attention") as caught:
+        kinds.check(method)
+    assert "\n" not in str(caught.value)

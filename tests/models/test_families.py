@@ -84,6 +84,36 @@ class TestHuggingFace:
         assert config_from_huggingface(mistral).sliding_window == 4096
 
     @pytest.mark.parametrize(
+        ("model_type", "change", "message"),
+        [
+            ("deepseek_v2", {"topk_method": "noaux_tc"}, "'topk_method' must be greedy or group"),
+            ("deepseek_v2", {"norm_topk_prob": True}, "'norm_topk_prob' is not supported"),
+            ("deepseek_v2", {"scoring_func": "sigmoid"}, "'scoring_func' must be 'softmax'"),
+            ("deepseek_v2", {"attention_bias": True}, "'attention_bias' is not supported"),
+            ("deepseek_v2", {"moe_layer_freq": 2}, "'moe_layer_freq' must be 1"),
+            ("deepseek_v2", {"qk_rope_head_dim": 63}, "must be even, not 63 and 512"),
+            ("deepseek_v3", {"n_group": 7}, "16 experts can't be divided into 7 groups"),
+            ("deepseek_v3", {"n_group": 8}, "1 groups don't hold the 4 experts of a token"),
+            ("deepseek_v3", {"rope_interleave": False}, "'rope_interleave' must be true"),
+            ("deepseek_v3", {"scoring_func": "softmax"}, "'scoring_func' must be 'sigmoid'"),
+        ],
+        ids=str,
+    )
+    def test_deepseek_says_what_it_cannot_be(
+        self, model_type: str, change: dict[str, Any], message: str
+    ) -> None:
+        fields = {
+            "model_type": model_type,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+        }
+        config_from_huggingface(LLAMA | fields)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            config_from_huggingface(LLAMA | fields | change)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
         ("fields", "windows"),
         [
             ({"use_sliding_window": False, "max_window_layers": 1}, [None, None, None]),
@@ -164,7 +194,7 @@ class TestHuggingFace:
         [
             (
                 {"model_type": "gemma3"},
-                r"'gemma3' is not supported; midfill runs gemma, gemma3_text, granite",
+                r"'gemma3' is not supported; midfill runs deepseek_v2, deepseek_v3, gemma, ",
             ),
             ({"model_type": "mixtral"}, "'mixtral'"),
             ({"model_type": None}, "'model_type' is missing"),
@@ -258,6 +288,21 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
         values["attention.sliding_window_pattern"] = flags
     if config.local_rope_theta is not None:
         values["rope.freq_base_swa"] = config.local_rope_theta
+    if config.latent is not None:
+        latent = config.latent
+        values |= {
+            "attention.head_count_kv": config.query_heads,
+            "attention.key_length": latent.query_dim,
+            "attention.value_length": latent.value_dim,
+            "attention.q_lora_rank": latent.query_rank or None,
+            "attention.kv_lora_rank": latent.rank,
+            "attention.scale": None,
+            "rope.dimension_count": latent.rotary_dim,
+            "rope.scaling.yarn_log_multiplier": 0.1 * (config.rope_scaling.mscale_all_dim or 0),
+            "expert_weights_scale": config.experts.weight_factor if config.experts else None,
+            "expert_group_count": config.experts.groups if config.experts else None,
+            "expert_group_used_count": config.experts.groups_per_token if config.experts else None,
+        }
     if config.experts is not None:
         values["expert_count"] = config.experts.count
         values["expert_used_count"] = config.experts.per_token
@@ -321,6 +366,10 @@ class TestGguf:
         folder = write_variant(variant, tmp_path)
         expected = config_from_huggingface(json.loads((folder / "config.json").read_text()))
         actual = config_from_gguf(gguf_description(expected), tensor_shapes(expected))
+        if variant == "deepseek2-grouped-yarn":  # GGUF states one of the two factors
+            scaling = replace(expected.rope_scaling, mscale=expected.rope_scaling.mscale_all_dim)
+            expected = replace(expected, rope_scaling=scaling)
+            actual = replace(actual, rope_scaling=scaling, attention_scale=expected.score_scale)
         if variant == "llama-yarn":  # GGUF states the factor that the other format implies
             assert actual.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
             expected = replace(expected, rope_scaling=actual.rope_scaling)
@@ -354,7 +403,7 @@ class TestGguf:
         [
             (
                 {"general.architecture": "gemma2"},
-                "'gemma2' is not supported; midfill runs gemma, gemma3, granite",
+                "'gemma2' is not supported; midfill runs deepseek2, gemma, gemma3, granite",
             ),
             ({"general.architecture": "mistral"}, "'mistral' is not supported"),
             ({"general.architecture": None}, "'general.architecture' is missing"),

@@ -171,7 +171,7 @@ FAMILIES: tuple[Family, ...] = (
         suffix="<｜fim▁hole｜>",  # noqa: RUF001
         middle="<｜fim▁end｜>",  # noqa: RUF001
         stop=("<｜end▁of▁sentence｜>", "<|EOT|>"),  # noqa: RUF001
-        models=("llama", "deepseek_v2", "deepseek_v3"),
+        models=("llama", "deepseek2", "deepseekv3"),
     ),
     Family(
         name="aixcoder",

@@ -52,6 +52,12 @@ def open_codec(
     codec, _, settings = specification.partition(":")
     if codec == OFF:
         return None
+    if runner.config.vectors_per_cell == 1:
+        raise InvalidRequestError(
+            f"the codec {codec!r} is not possible with latent attention, whose keys are values, "
+            f"too; leave it out, or give {OFF!r}",
+            param="codec",
+        )
     from midfill.methods.store.cachegen import CacheGen, CacheGenCodec, KvShape
     from midfill.methods.store.cachegen_profile import load_tables
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Int32Array
+from midfill.errors import InvalidRequestError
 from midfill.kv.pool import KVPool
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.contexts.sequence import ContextKind
@@ -52,6 +53,7 @@ class MethodKinds:
             further: kinds beside the registered ones.
         """
         self._slots = runner.slots
+        self._shares_values = runner.config.vectors_per_cell == 1
         self._longest = max(_TRIAL_TOKENS, runner.config.context)
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
@@ -107,6 +109,11 @@ class MethodKinds:
         """
         if method is None:
             return NO_METHOD
+        if self._shares_values:
+            raise InvalidRequestError(
+                "methods are not possible with latent attention, whose keys are values, too",
+                param="method",
+            )
         found = [
             kind.attach(name, each, request, sequence)
             for kind in self._kinds

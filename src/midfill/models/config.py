@@ -9,6 +9,7 @@ from typing import Literal
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 NormKind = Literal["rms", "layer"]
 RopeScalingKind = Literal["none", "linear", "dynamic", "yarn", "llama3", "factors"]
+ExpertScoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,25 @@ class RopeScaling:
 class Experts:
     """The MLP of a mixture of experts: a router chooses a few of them for each token.
 
-    The probabilities of all experts are the softmax of the router's outputs. The outputs of those
-    chosen are added up, each times its probability.
+    The probabilities of all experts are the softmax of the router's outputs, or the sigmoid of
+    each. The outputs of those chosen are added up, each times its probability.
 
     Attributes:
         count: how many there are.
         per_token: how many of them a token is sent to.
         ffn: inner size of each one.
         normalised: whether the probabilities of those chosen are scaled to a sum of 1.
-        shared_ffn: inner size of a further expert, which all tokens are sent to, times the sigmoid
-            of a number of its own; 0 where there is none.
+        shared_ffn: inner size of a further expert, which all tokens are sent to; 0 where there is
+            none.
+        shared_gated: whether its outputs are multiplied by the sigmoid of a number of its own.
         dense_layers: layers with one MLP of ``ModelConfig.ffn`` instead.
+        scoring: how a router's outputs become probabilities.
+        corrected: whether experts are chosen by their probabilities plus a number of each expert's
+            own, which balances their loads (DeepSeek-V3); those of a sum aren't changed by it.
+        groups: in how many groups of consecutive experts they are divided.
+        groups_per_token: from how many groups a token's experts are chosen: of those with the
+            likeliest expert, or, with ``corrected``, the two likeliest together.
+        weight_factor: of the probabilities, after they have been normalised.
     """
 
     count: int
@@ -62,7 +71,57 @@ class Experts:
     ffn: int
     normalised: bool
     shared_ffn: int = 0
+    shared_gated: bool = True
     dense_layers: tuple[int, ...] = ()
+    scoring: ExpertScoring = "softmax"
+    corrected: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    weight_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434, section 2.1).
+
+    What is kept of a token is a latent vector c, from which each head's key and value are a
+    product: k = [W_UK c, rotated part that all heads share], v = W_UV c. Runners keep to the
+    *absorbed* form: q . W_UK c = (W_UK^T q) . c, and the sum of p_i W_UV c_i is W_UV of the sum of
+    p_i c_i. So attention itself is that of a model with one KV head, whose key is the latent and
+    the rotated part, and whose value is that same key; ``ModelConfig.kv_heads`` is 1, and
+    ``head_dim`` the size of the key. Of the sum of values, the latent part is used.
+
+    A key's numbers are in an order in which the rotary embedding turns its halves against each
+    other, like every model's: [first half of the latent, first numbers of the rotated pairs, second
+    half of the latent, second numbers of the pairs]; pairs of the latent don't turn.
+
+    Attributes:
+        query_rank: size of the latent that queries are computed from; 0 where they are computed
+            from hidden rows.
+        rank: size of c.
+        plain_dim: of a head's query and key, numbers that aren't rotated.
+        rotary_dim: numbers that are, in pairs of neighbours.
+        value_dim: of a head's value.
+        stored_apart: whether the checkpoint has W_UK, transposed, and W_UV as matrices of their own
+            instead of one, as new GGUF files do.
+    """
+
+    query_rank: int
+    rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    stored_apart: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query before it is absorbed."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -89,6 +148,8 @@ class ModelConfig:
         embedding_multiplier, residual_multiplier, logits_divisor: Granite's scalars.
         attention_scale: factor of q.k; None for head_dim ** -0.5.
         experts: the mixtures of experts that stand in the place of MLPs; None for dense models.
+        latent: multi-head latent attention in the place of grouped-query attention; None for other
+            models.
         eos_token_ids, bos_token_id: as stated by the checkpoint.
     """
 
@@ -121,6 +182,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     attention_scale: float | None = None
     experts: Experts | None = None
+    latent: LatentAttention | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -128,6 +190,19 @@ class ModelConfig:
     def score_scale(self) -> float:
         """The factor of q.k before the softmax."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a query or key that the rotary embedding turns."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
+
+    @property
+    def vectors_per_cell(self) -> int:
+        """Vectors of ``head_dim`` numbers kept per token, layer and KV head: K and V.
+
+        One, where a value is the key itself.
+        """
+        return 2 if self.latent is None else 1
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of one layer, None where it sees everything."""
@@ -171,14 +246,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    query = config.query_heads * config.head_dim
-    key = config.kv_heads * config.head_dim
     shapes = {
         **_norm_shapes(config, "attn_norm"),
-        **_linear_shapes("q", query, config.hidden, config.qkv_bias),
-        **_linear_shapes("k", key, config.hidden, config.qkv_bias),
-        **_linear_shapes("v", key, config.hidden, config.qkv_bias),
-        **_linear_shapes("o", config.hidden, query, config.output_bias),
+        **_attention_shapes(config),
         **_norm_shapes(config, "mlp_norm"),
     }
     experts = config.experts_of(layer)
@@ -194,6 +264,41 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     return shapes
 
 
+def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
+    if config.latent is not None:
+        return _latent_shapes(config, config.latent)
+    query = config.query_heads * config.head_dim
+    key = config.kv_heads * config.head_dim
+    return {
+        **_linear_shapes("q", query, config.hidden, config.qkv_bias),
+        **_linear_shapes("k", key, config.hidden, config.qkv_bias),
+        **_linear_shapes("v", key, config.hidden, config.qkv_bias),
+        **_linear_shapes("o", config.hidden, query, config.output_bias),
+    }
+
+
+def _latent_shapes(config: ModelConfig, latent: LatentAttention) -> dict[str, Shape]:
+    heads, hidden, rank = config.query_heads, config.hidden, latent.query_rank
+    shapes: dict[str, Shape] = {
+        "kv_a.weight": (latent.key_dim, hidden),
+        "kv_a_norm.weight": (latent.rank,),
+        "o.weight": (hidden, heads * latent.value_dim),
+    }
+    if latent.stored_apart:
+        shapes["k_b.weight"] = (heads * latent.rank, latent.plain_dim)
+        shapes["v_b.weight"] = (heads * latent.value_dim, latent.rank)
+    else:
+        both = latent.plain_dim + latent.value_dim
+        shapes["kv_b.weight"] = (heads * both, latent.rank)
+    if not rank:
+        return shapes | {"q.weight": (heads * latent.query_dim, hidden)}
+    return shapes | {
+        "q_a.weight": (rank, hidden),
+        "q_a_norm.weight": (rank,),
+        "q_b.weight": (heads * latent.query_dim, rank),
+    }
+
+
 def _mlp_shapes(config: ModelConfig, prefix: str, ffn: int) -> dict[str, Shape]:
     shapes = {
         **_linear_shapes(f"{prefix}up", ffn, config.hidden, config.mlp_bias),
@@ -206,10 +311,13 @@ def _mlp_shapes(config: ModelConfig, prefix: str, ffn: int) -> dict[str, Shape]:
 
 def _expert_shapes(config: ModelConfig, experts: Experts) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"router.weight": (experts.count, config.hidden)}
+    if experts.corrected:
+        shapes["router.e_score_correction_bias"] = (experts.count,)
     for expert in range(experts.count):
         shapes.update(_mlp_shapes(config, f"experts.{expert}.", experts.ffn))
     if experts.shared_ffn:
-        shapes["shared_router.weight"] = (1, config.hidden)
+        if experts.shared_gated:
+            shapes["shared_router.weight"] = (1, config.hidden)
         shapes.update(_mlp_shapes(config, "shared.", experts.shared_ffn))
     return shapes
 

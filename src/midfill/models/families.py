@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from midfill.errors import CheckpointError
 from midfill.models import (
+    deepseek2,
+    deepseekv3,
     gemma,
     gemma3,
     gguf_config,
@@ -31,6 +33,8 @@ FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
         llama,
+        deepseek2,
+        deepseekv3,
         gemma,
         gemma3,
         granite,

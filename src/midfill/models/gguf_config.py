@@ -20,6 +20,7 @@ def read_decoder(
     epsilon_key: str = "attention.layer_norm_rms_epsilon",
     full_every: int = 0,
     experts: Experts | None = None,
+    head_dim: int | None = None,
 ) -> ModelConfig:
     """Read the part that all architectures write alike.
 
@@ -34,6 +35,7 @@ def read_decoder(
         full_every: every so many layers one sees everything, where the file names no layers; 0
             windows all layers or none.
         experts: from ``read_experts``, for families that have any.
+        head_dim: of a key, for families in which it differs from a value's.
 
     Raises:
         CheckpointError: a key is missing, malformed or asks for something unsupported.
@@ -44,7 +46,7 @@ def read_decoder(
         raise fields.error("the file holds no token embedding (tensor token_embd.weight)")
     hidden = fields.size("embedding_length")
     heads = fields.size("attention.head_count")
-    head_dim = _read_head_dim(fields, hidden // heads)
+    head_dim = head_dim or _read_head_dim(fields, hidden // heads)
     window, windowed = _read_windows(fields, full_every)
     scaling = _read_scaling(fields)
     context = fields.size("context_length")

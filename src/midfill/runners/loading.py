@@ -172,7 +172,8 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
         check_kv_memory(options.kv_memory, free)
         budget = free * _CPU_SHARE
     config = checkpoint.config
-    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    entry = config.vectors_per_cell * config.head_dim * dtype.itemsize
+    token_bytes = config.layers * config.kv_heads * entry
     slots = choose_slots(config, options, budget, token_bytes)
     return TorchRunner(checkpoint, slots=slots, device=device, dtype=dtype)
 

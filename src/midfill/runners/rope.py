@@ -32,7 +32,7 @@ def rope_tables(
         local: those of layers with ``ModelConfig.is_local``.
 
     Returns:
-        cos, sin: float32 [length, head_dim / 2]. YaRN's attention factor is multiplied in.
+        cos, sin: float32 [length, rotary_dim / 2]. YaRN's attention factor is multiplied in.
     """
     frequencies, attention_factor = rope_frequencies(config, local=local)
     factor = np.float32(attention_factor)
@@ -47,20 +47,26 @@ def rope_tables(
 
 
 def layer_frequencies(config: ModelConfig) -> Float32Array:
-    """Return each layer's radians per position: float32 [layers, head_dim / 2]."""
-    both = [rope_frequencies(config, local=local)[0] for local in (False, True)]
+    """Return each layer's radians per position: float32 [layers, head_dim / 2].
+
+    Those of pairs that don't turn, in the keys of latent attention, are 0.
+    """
+    still = np.zeros((config.head_dim - config.rotary_dim) // 2, np.float32)
+    both = [
+        np.concatenate((still, rope_frequencies(config, local=local)[0])) for local in (False, True)
+    ]
     return np.stack([both[config.is_local(layer)] for layer in range(config.layers)])
 
 
 def rope_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[Float32Array, float]:
-    """Return radians per position [head_dim / 2], and the factor of cosines and sines.
+    """Return radians per position [rotary_dim / 2], and the factor of cosines and sines.
 
     Args:
         config: the model.
         local: those of layers with ``ModelConfig.is_local``, if there are any.
     """
     scaling = config.rope_scaling
-    theta, dim = config.rope_theta, config.head_dim
+    theta, dim = config.rope_theta, config.rotary_dim
     if local and config.local_rope_theta is not None:
         return _inverse_powers(config.local_rope_theta, dim), 1.0
     match scaling.kind:
@@ -97,7 +103,7 @@ def _dynamic_theta(config: ModelConfig) -> float:
     by other angles than new ones, and the same text would have other keys in a longer prompt. With
     a fixed theta, as in vLLM, cached keys stay valid.
     """
-    scaling, dim = config.rope_scaling, config.head_dim
+    scaling, dim = config.rope_scaling, config.rotary_dim
     length = max(config.context, scaling.original_context)
     stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
     return float(config.rope_theta * stretch ** (dim / (dim - 2)))

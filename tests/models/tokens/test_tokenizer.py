@@ -344,6 +344,11 @@ class TestPreTokenizers:
                 ["deepseek-coder"],
                 "if| x|1|2| !|= | '|don|'|t|':|\n|\n|\treturn| |1|2|3|4",
             ),
+            (
+                ["deepseek-llm"],
+                "if| x|1|2| !=| | '|don|'|t|':|\n|\n|\treturn| |1|2|3|4",
+            ),
+            (["deepseek-v3"], "if| x|12| !=| | '|don|'t|':\n\n|\treturn| |123|4"),
         ],
     )
     def test_words(self, names: list[str], words: str) -> None:

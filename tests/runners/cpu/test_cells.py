@@ -39,6 +39,20 @@ def runner(request: pytest.FixtureRequest, llama: Checkpoint, cpu: CpuRunner) ->
     return cpu if request.param == "cpu" else torch_runner(llama, slots=SLOTS)
 
 
+@pytest.fixture(scope="module", params=["cpu", "torch"])
+def latent_runner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runner]:
+    """Of a model whose keys are its values."""
+    checkpoint = open_checkpoint(write_variant("deepseek2", tmp_path_factory.mktemp("latent")))
+    if request.param == "torch":
+        yield torch_runner(checkpoint, slots=SLOTS)
+        return
+    runner = CpuRunner.load(checkpoint, slots=SLOTS, threads=2, kv_cache_dtype="f32")
+    yield runner
+    runner.close()
+
+
 def ids(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
 
@@ -118,6 +132,22 @@ def test_a_shifted_key_is_the_key_of_the_other_position(runner: Runner, shift: i
     runner.cells.put(source, runner.cells.take(source, np.full(heads, shift, np.int32)))
     for found, other in zip(runner.cells.read(source), runner.cells.read(expected), strict=True):
         np.testing.assert_allclose(found, other, atol=2e-6)
+
+
+def test_keys_that_are_values_move_and_turn_as_others_do(latent_runner: Runner) -> None:
+    test_cells_are_what_the_forward_pass_reads(latent_runner)
+    for shift in (7, -3):
+        test_a_shifted_key_is_the_key_of_the_other_position(latent_runner, shift)
+    cells = all_cells(latent_runner, scattered(3)).reshape(-1)
+    keys = np.random.default_rng(1).normal(size=(len(cells), latent_runner.config.head_dim))
+    latent_runner.cells.write(cells, keys.astype(np.float32), np.zeros_like(keys, np.float32))
+    for found in latent_runner.cells.read(cells):
+        np.testing.assert_array_equal(found, keys.astype(np.float32))
+    dumped = latent_runner.cells.dump(cells)
+    assert tuple(each.shape[1] for each in dumped) == latent_runner.cells.layout.widths
+    latent_runner.cells.restore(np.roll(cells, 1), dumped)
+    found, _ = latent_runner.cells.read(np.roll(cells, 1))
+    np.testing.assert_array_equal(found, keys.astype(np.float32))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16", "i8", "i4"])

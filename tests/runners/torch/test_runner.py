@@ -137,7 +137,10 @@ def test_bfloat16_halves_the_bytes_and_stays_near_float32(subject: Subject) -> N
     rounded = Stepper(
         TorchRunner(subject.checkpoint, slots=1024, device=subject.device, dtype=torch.bfloat16)
     )
-    assert rounded.runner.weight_bytes * 2 == exact.runner.weight_bytes
+    config, experts = subject.checkpoint.config, subject.checkpoint.config.experts
+    corrections = experts is not None and experts.corrected  # which stay in float32
+    kept = 4 * experts.count * len(config.expert_layers) if experts and corrections else 0
+    assert (rounded.runner.weight_bytes - kept) * 2 == exact.runner.weight_bytes - kept
     assert rounded.runner.kv_bytes * 2 == exact.runner.kv_bytes
     expected = exact.prefill(Sequence(tokens))
     actual = rounded.prefill(Sequence(tokens), chunk_sizes=[30])
@@ -145,9 +148,10 @@ def test_bfloat16_halves_the_bytes_and_stays_near_float32(subject: Subject) -> N
     if subject.checkpoint.config.experts is None:
         assert np.linalg.norm(actual - expected) < 0.05 * np.linalg.norm(expected)
         return
-    # A row that is sent to another expert, since two were about as good, is far away.
+    # A row that is sent to another expert, since two were about as good, is far away: in up to half
+    # of the rows, where many experts are chosen in two layers.
     errors = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert np.median(errors) < 0.05
+    assert np.quantile(errors, 0.4) < 0.05
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
@@ -166,6 +170,11 @@ def test_kv_bytes_are_keys_and_values_of_all_slots(tmp_path: Path) -> None:
     runner = TorchRunner(open_checkpoint(write_tiny("llama", tmp_path)), slots=100)
     assert runner.slots == 100
     assert runner.kv_bytes == 2 * 3 * 100 * 2 * 32 * 4  # K and V, layers, slots, heads, dim, bytes
+
+
+def test_latent_attention_keeps_one_latent_and_one_rotated_key_per_token(tmp_path: Path) -> None:
+    runner = TorchRunner(open_checkpoint(write_tiny("deepseek2", tmp_path)), slots=100)
+    assert runner.kv_bytes == 3 * 100 * (128 + 64) * 4  # layers, slots, numbers, bytes
 
 
 def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:

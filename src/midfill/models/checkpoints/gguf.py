@@ -55,6 +55,14 @@ _LAYER_NAMES = {
     "attn_k": "k",
     "attn_v": "v",
     "attn_output": "o",
+    "attn_q_a": "q_a",
+    "attn_q_a_norm": "q_a_norm",
+    "attn_q_b": "q_b",
+    "attn_kv_a_mqa": "kv_a",
+    "attn_kv_a_norm": "kv_a_norm",
+    "attn_kv_b": "kv_b",
+    "attn_k_b": "k_b",
+    "attn_v_b": "v_b",
     "attn_q_norm": "q_norm",
     "attn_k_norm": "k_norm",
     "post_attention_norm": "attn_post_norm",
@@ -64,6 +72,7 @@ _LAYER_NAMES = {
     "ffn_up": "up",
     "ffn_down": "down",
     "ffn_gate_inp": "router",
+    "exp_probs_b": "router",
     "ffn_gate_inp_shexp": "shared_router",
     "ffn_gate_shexp": "shared.gate",
     "ffn_up_shexp": "shared.up",
@@ -71,6 +80,10 @@ _LAYER_NAMES = {
 }
 _STACKED_NAMES = {f"ffn_{part}_exps": part for part in ("gate", "up", "down")}
 """Matrices of all experts of a layer, one after the other: [experts, out, in]."""
+_HEADS = ("k_b.weight", "v_b.weight")
+"""Matrices of all heads of a layer: [heads, out, in]. They are returned one below the other."""
+_LEAVES = {"exp_probs_b": "e_score_correction_bias"}
+"""What is called "bias" and isn't one of a product."""
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|bias)")
 _STACKED = re.compile(rf"blk\.(?P<layer>\d+)\.(?P<module>{'|'.join(_STACKED_NAMES)})\.weight")
@@ -214,7 +227,10 @@ class GgufCheckpoint:
             elif name is not None:
                 # One row, which files have as a vector.
                 is_row = name.endswith("shared_router.weight") and len(entry.shape) == 1
-                places[name] = _Place(stored, (1, *entry.shape) if is_row else entry.shape)
+                shape = (1, *entry.shape) if is_row else entry.shape
+                if name.endswith(_HEADS) and len(shape) == 3:
+                    shape = (shape[0] * shape[1], shape[2])
+                places[name] = _Place(stored, shape)
             elif not _IGNORED.fullmatch(stored):
                 raise CheckpointError(
                     f"{self.path}: tensor {stored!r} is of a kind of model midfill does not know"
@@ -249,6 +265,7 @@ def _canonical_name(stored: str) -> str | None:
     known = (_OUTER_NAMES if layer is None else _LAYER_NAMES).get(module)
     if known is None:
         return None
+    leaf = _LEAVES.get(module, leaf)
     return f"{known}.{leaf}" if layer is None else f"layers.{int(layer)}.{known}.{leaf}"
 
 

@@ -323,6 +323,26 @@ _LLAMA3 = PreTokenizer(patterns=(_cl100k(r"\p{N}{1,3}"),), whole_words=True, add
 _DEEPSEEK_CODER = PreTokenizer(
     patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥\u0800-一가-\ud7ff]+"), digits=True
 )
+# llama.cpp lists the letters that upper and lower case distinguish as of an older Unicode; all that
+# has been added since is in no model's text.
+_DEEPSEEK_LLM = PreTokenizer(
+    patterns=(
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[一-龥\u0800-一가-\ud7ff]+",
+    ),
+    digits=True,
+)
+_DEEPSEEK_V3 = PreTokenizer(
+    patterns=(
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 _SEED_CODER = PreTokenizer(
     patterns=(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
@@ -343,7 +363,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "codeshell": _DIGITS_THEN_GPT2,
     "command-r": PreTokenizer(digits=True, gpt2=True, nfc=True),
     "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-r1-qwen": _QWEN2,
+    "deepseek-v3": _DEEPSEEK_V3,
     "gpt-2": _GPT2,
     "granite-docling": _GPT2,
     "llama-bpe": _LLAMA3,

@@ -31,6 +31,7 @@ class CpuCells:
         self._values = cache.values.reshape(entries, -1)
         self._key_scales, self._value_scales = cache.key_scales, cache.value_scales
         self._has_scales = len(cache.key_scales) > 0
+        self._shares = cache.values is cache.keys  # values are the keys, which are stored once
         self._frequencies = frequencies
         self._pool = pool
         self._scratch = aligned_zeros((pool.threads, head_dim), np.float32).reshape(-1)
@@ -45,10 +46,10 @@ class CpuCells:
 
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
         """See ``CellStore.write``."""
-        for numbers, entries, scales in (
-            (keys, self._keys, self._key_scales),
-            (values, self._values, self._value_scales),
-        ):
+        written = [(keys, self._keys, self._key_scales)]
+        if not self._shares:
+            written.append((values, self._values, self._value_scales))
+        for numbers, entries, scales in written:
             self._pool.run(
                 write_cells, np.ascontiguousarray(cells), self._head_dim,
                 np.array(numbers, np.float32).reshape(-1), entries.reshape(-1), scales,
@@ -61,11 +62,13 @@ class CpuCells:
         layers: Int32Array | None = None,
     ) -> StoredCells:
         """See ``CellStore.take``."""
-        values = self._values[cells]
         if shift is None:
             keys, key_scales = self._keys[cells], self._scales_of(self._key_scales, cells)
         else:
             keys, key_scales = self._rotated(cells, shift, layers)
+        if self._shares:
+            return StoredCells((keys,))
+        values = self._values[cells]
         if not self._has_scales:
             return StoredCells((keys, values))
         return StoredCells((keys, values, key_scales, self._scales_of(self._value_scales, cells)))
@@ -118,6 +121,8 @@ class CpuCells:
         return keys, scales
 
     def _arrays(self) -> list[KVArray]:
+        if self._shares:
+            return [self._keys]
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)
         return [array for array in arrays if len(array)]
 

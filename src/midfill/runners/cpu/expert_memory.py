@@ -69,6 +69,10 @@ def expert_memory(
             np.float32,
         ),
         scores=floats("expert scores", rows * weights.router.outputs),
+        preferred=floats(
+            "preferred experts",
+            rows * weights.router.outputs if experts.corrected or experts.groups > 1 else 0,
+        ),
         chosen=integers(pairs),
         weights=np.zeros(rows * (experts.per_token + 1), np.float32),
         places=integers(pairs),
@@ -92,7 +96,8 @@ def expert_table(
     assert experts is not None
     sizes = ExpertSizes(
         experts.count, experts.per_token, int(experts.normalised), experts.ffn, experts.shared_ffn,
-        activation,
+        activation, int(experts.shared_gated), int(experts.scoring == "sigmoid"),
+        int(experts.corrected), experts.groups, experts.groups_per_token,
     )  # fmt: skip
     numbers = {layer: number for number, layer in enumerate(config.expert_layers)}
     return make_table(

@@ -20,6 +20,7 @@ from midfill.stored_tensor import StoredTensor
 Arrays = dict[str, Any]
 
 ROUTER = "router"
+_CORRECTION = "router_correction"
 INTERLEAVED = ("experts_in", "shared_in")
 _PARTS = {
     "experts_in": ("experts.{expert}.gate", "experts.{expert}.up"),
@@ -52,7 +53,7 @@ def router_tensors(
 ) -> list[list[StoredTensor]]:
     """Return each layer's router in float32, and below it the row of the shared expert."""
     assert config.experts is not None
-    shared = ["shared_router"] if config.experts.shared_ffn else []
+    shared = ["shared_router"] if _gates_shared(config.experts) else []
     stacked = []
     for layer in config.expert_layers:
         rows: Float32Array = np.concatenate(
@@ -60,6 +61,24 @@ def router_tensors(
         )
         stacked.append([StoredTensor(f"layers.{layer}.router.weight", rows.shape, "f32", rows)])
     return stacked
+
+
+def router_corrections(
+    config: ModelConfig, tensor: Callable[[str], StoredTensor]
+) -> dict[str, Float32Array]:
+    """Return what is added to the scores of each layer's experts, by the name it is kept under."""
+    if config.experts is None or not config.experts.corrected:
+        return {}
+    added = [
+        tensor(f"layers.{layer}.router.e_score_correction_bias").to_float32()
+        for layer in config.expert_layers
+    ]
+    return {_CORRECTION: np.concatenate(added)}
+
+
+def _gates_shared(experts: Experts) -> bool:
+    """Return whether the router has a row for the shared expert."""
+    return experts.shared_ffn > 0 and experts.shared_gated
 
 
 def assemble_experts(config: ModelConfig, arrays: Arrays) -> ExpertWeights | None:
@@ -70,13 +89,15 @@ def assemble_experts(config: ModelConfig, arrays: Arrays) -> ExpertWeights | Non
     hidden, layers = config.hidden, len(config.expert_layers)
     # The kernel takes zeros for their biases.
     gate, up = _halves(arrays, "shared_in", experts.shared_ffn, hidden, layers)
-    router_rows = panel_count(experts.count + (experts.shared_ffn > 0)) * PANEL
+    router_rows = panel_count(experts.count + _gates_shared(experts)) * PANEL
     return ExpertWeights(
         router=_matrix(arrays, ROUTER, router_rows, hidden),
         gate_up=_expert_halves(arrays, experts, hidden, layers),
         down=_matrix(arrays, "experts_out", hidden, experts.ffn),
         shared=GateUpWeights(gate, up, activation=0, gated=True),
         shared_down=_matrix(arrays, "shared_out", hidden, experts.shared_ffn),
+        correction=arrays.get(_CORRECTION, np.zeros(0, np.float32)),
+        weight_factor=np.array([experts.weight_factor], np.float32),
     )
 
 

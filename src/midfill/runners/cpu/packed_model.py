@@ -22,6 +22,7 @@ from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.experts.table import ExpertWeights
+from midfill.kernels.cpu.latent.data import LatentWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
@@ -33,7 +34,17 @@ from midfill.runners.cpu.packed_experts import (
     ROUTER,
     assemble_experts,
     expert_sources,
+    router_corrections,
     router_tensors,
+)
+from midfill.runners.cpu.packed_latent import (
+    ABSORB,
+    EXPAND,
+    QUERY,
+    assemble_latent,
+    head_tensors,
+    latent_norms,
+    unsupported_latent,
 )
 from midfill.runners.rope import rope_tables
 from midfill.stored_tensor import StoredTensor
@@ -52,14 +63,15 @@ _MAX_STORED_AT_ONCE = 1 << 28
 """Bytes that are written before a model counts as loaded."""
 
 _MATRICES = {
-    "qkv": ("q", "k", "v"),
+    "qkv": ("q", "q_a", "k", "v", "kv_a"),
+    QUERY: ("q_b",),
     "o": ("o",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
 """The checkpoint's matrices that are packed as one, by the name under which they are kept.
 
-A model may have no gate."""
+A model has some of them."""
 _INTERLEAVED = ("gate_up", *INTERLEAVED)
 """The kernel reads a panel of each in turn."""
 
@@ -79,16 +91,27 @@ class PackedModel:
         config: sizes and switches.
         weights: the weights, one copy.
         experts: the mixtures of experts, of layers that have one.
+        latent: latent attention, of models that have it.
     """
 
     config: DecoderConfig
     weights: DecoderWeights
     experts: ExpertWeights | None = None
+    latent: LatentWeights | None = None
 
     @property
     def matrices(self) -> dict[str, LinearWeights]:
         """All matrices by name; no gate where the MLP has none, no MLP where no layer has one."""
-        return self._dense_matrices | self._expert_matrices
+        return self._dense_matrices | self._latent_matrices | self._expert_matrices
+
+    @property
+    def _latent_matrices(self) -> dict[str, LinearWeights]:
+        latent = self.latent
+        if latent is None:
+            return {}
+        query = {QUERY: latent.query} if latent.sizes.query_rank else {}
+        heads = {ABSORB: latent.absorb, EXPAND: latent.expand}
+        return {"qkv": latent.project} | query | heads
 
     @property
     def _expert_matrices(self) -> dict[str, LinearWeights]:
@@ -122,7 +145,8 @@ class PackedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied embedding counts once."""
-        arrays = {id(array): array for array in _arrays((self.weights, self.experts or ()))}
+        parts = (self.weights, self.experts or (), self.latent or ())
+        arrays = {id(array): array for array in _arrays(parts)}
         return sum(array.nbytes for array in arrays.values())
 
 
@@ -152,6 +176,8 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     """Return why the CPU kernels can't run this architecture, or None if they can."""
     if config.activation not in _ACTIVATIONS:
         return f"activation {config.activation}"
+    if config.latent is not None and (reason := unsupported_latent(config.latent)):
+        return reason
     sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
     experts = config.experts
     if len(config.expert_layers) < config.layers:
@@ -270,6 +296,11 @@ def _pack_all(
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.path}: {error}; download it again") from None
         arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
+    for name, tensors in head_tensors(config, checkpoint.tensor).items():
+        heads = _Stacking(tensors, option, interleaved=False)
+        for _ in heads.pack():
+            pass
+        arrays[name], arrays[f"{name}.panels"] = heads.data, heads.panels
     if config.experts is not None:
         routers = _Stacking(router_tensors(config, checkpoint.tensor), "f32", interleaved=False)
         for _ in routers.pack():
@@ -379,6 +410,8 @@ def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray
         "final_norm": vector("final_norm.weight", config.hidden),
         "final_norm_bias": vector("final_norm.bias", config.hidden),
         **post_norms,
+        **latent_norms(config, checkpoint.tensor),
+        **router_corrections(config, checkpoint.tensor),
         "q_norm": layers(("q_norm.weight", config.head_dim)),
         "k_norm": layers(("k_norm.weight", config.head_dim)),
     }
@@ -387,7 +420,8 @@ def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray
 def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
     stack = _Stack(config, arrays)
     hidden, ffn = config.hidden, config.ffn
-    attended = config.query_heads * config.head_dim
+    value_dim = config.head_dim if config.latent is None else config.latent.value_dim
+    values = config.query_heads * value_dim
     head = "head" if "head" in arrays else "embed"
     tables = [rope_tables(config, config.context)]
     if config.local_rope_theta is not None:
@@ -397,10 +431,8 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
     weights = DecoderWeights(
         embed=stack.linear("embed", "head_bias", config.vocab, hidden),
         head=stack.linear(head, "head_bias", config.vocab, hidden),
-        qkv=stack.linear(
-            "qkv", "qkv_bias", attended + 2 * config.kv_heads * config.head_dim, hidden
-        ),
-        o=stack.linear("o", "o_bias", hidden, attended),
+        qkv=stack.attended(),
+        o=stack.linear("o", "o_bias", hidden, values),
         gate_up=GateUpWeights(
             gate=stack.part("gate_up", 0, 1 + config.gated_mlp, "gate_bias", ffn, hidden),
             up=stack.part("gate_up", -1, 1 + config.gated_mlp, "up_bias", ffn, hidden),
@@ -418,12 +450,17 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         rope=RopeTables(
             cos=np.concatenate([cos.reshape(-1) for cos, _ in tables]),
             sin=np.concatenate([sin.reshape(-1) for _, sin in tables]),
-            half=config.head_dim // 2,
+            half=config.rotary_dim // 2,
             first=np.array(first, np.int32),
         ),
         windows=np.array(windows, np.int32),
     )
-    return PackedModel(_decoder_config(config), weights, assemble_experts(config, arrays))
+    return PackedModel(
+        _decoder_config(config),
+        weights,
+        assemble_experts(config, arrays),
+        assemble_latent(config, arrays),
+    )
 
 
 class _Stack:
@@ -442,6 +479,17 @@ class _Stack:
             outputs=outputs,
             inputs=inputs,
         )
+
+    def attended(self) -> LinearWeights:
+        """Return what computes queries, keys and values.
+
+        In latent attention it has no weights, only the size of a row of absorbed queries.
+        """
+        config = self._config
+        queries, keys = (heads * config.head_dim for heads in (config.query_heads, config.kv_heads))
+        if config.latent is None:
+            return self.linear("qkv", "qkv_bias", queries + 2 * keys, config.hidden)
+        return self.linear("no matrix", "qkv_bias", queries, config.hidden)
 
     def part(
         self, name: str, index: int, parts: int, bias: str, outputs: int, inputs: int

@@ -9,6 +9,7 @@ import numpy as np
 from numba.core.registry import cpu_target
 
 from midfill.config import KVCacheDtypeName, WeightsOption
+from midfill.errors import OptionError
 from midfill.kernels.cpu.amx_products import AMX_ROWS
 from midfill.kernels.cpu.attention_metadata import (
     TILE_FIELDS,
@@ -22,7 +23,7 @@ from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import forward
 from midfill.kernels.cpu.decoder_data import Batch, Stages
 from midfill.kernels.cpu.jit import compiled_folder, compiled_for
-from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, entry_bytes
+from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, allocate_kv, entry_bytes
 from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
@@ -54,7 +55,8 @@ if TYPE_CHECKING:
 
 def slot_bytes(config: ModelConfig, kv_cache_dtype: KVCacheDtype) -> int:
     """Return the bytes of one token's K and V in all layers."""
-    return config.layers * config.kv_heads * 2 * entry_bytes(kv_cache_dtype, config.head_dim)
+    entry = entry_bytes(kv_cache_dtype, config.head_dim)
+    return config.layers * config.kv_heads * config.vectors_per_cell * entry
 
 
 def choose_kv_cache_dtype(
@@ -64,7 +66,15 @@ def choose_kv_cache_dtype(
 
     "auto" is float32 beside float32 weights. Where weights are quantised it is bfloat16 on chips
     that multiply that, and float16 on others.
+
+    Raises:
+        OptionError: the model's KV can't be kept so.
     """
+    if checkpoint.config.latent is not None and name in ("i8", "i4"):
+        raise OptionError(
+            f"--kv-cache-dtype {name} is not possible with latent attention, whose keys are values,"
+            " too; give f16, bf16 or f32"
+        )
     if name == "auto" and block_format(checkpoint, weights) is WeightFormat.F32:
         return KVCacheDtype.F32
     return usual_kv_cache_dtype(name)
@@ -128,7 +138,11 @@ class CpuRunner:
         amx = choose_amx()
         self._pool = ThreadPool(threads or available_threads())
         entries = self.config.layers * self.config.kv_heads * slots
-        self._kv_cache = KVCache.allocate(self.kv_cache_dtype, entries, self.config.head_dim)
+        if self.config.vectors_per_cell == 1:
+            keys, scales = allocate_kv(self.kv_cache_dtype, entries, self.config.head_dim)
+            self._kv_cache = KVCache(keys, keys, scales, scales)
+        else:
+            self._kv_cache = KVCache.allocate(self.kv_cache_dtype, entries, self.config.head_dim)
         self.logits_ops: LogitsOps = NUMPY_LOGITS
         self._slots = slots
         frequencies = layer_frequencies(self.config)
@@ -194,7 +208,7 @@ class CpuRunner:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(array.nbytes for array in self._kv_cache)
+        return sum({id(array): array.nbytes for array in self._kv_cache}.values())
 
     @property
     def weight_bytes(self) -> int:
@@ -314,9 +328,22 @@ class CpuRunner:
 
     def _execute(self, hidden: Float32Array, prepared: Batch, stages: Stages) -> None:
         self._pool.run_on_standby(
-            self._forward, self._config, self.model.weights, self._kv_cache, prepared,
-            hidden.reshape(-1), self._memory.workspace, stages,
-        )  # fmt: skip
+            self._forward, self._config, *self._arguments(hidden, prepared, stages)
+        )
+
+    def _arguments(
+        self, hidden: Float32Array, prepared: Batch, stages: Stages
+    ) -> tuple[object, ...]:
+        """Return what the forward pass takes after its configuration."""
+        model, memory = self.model, self._memory
+        rows = hidden.reshape(-1)
+        if model.latent is None or memory.latent is None:
+            return (model.weights, self._kv_cache, prepared, rows, memory.workspace, stages)
+        from midfill.kernels.cpu.latent.data import LatentDecoderWeights, LatentWorkspace
+
+        weights = LatentDecoderWeights(model.weights, model.latent)
+        space = LatentWorkspace(memory.workspace, memory.latent)
+        return (weights, self._kv_cache, prepared, rows, space, stages)
 
     def _checked(self, batch: ForwardBatch, hidden: Float32Array) -> Float32Array:
         """Return hidden rows that a caller passed."""
@@ -394,14 +421,18 @@ class CpuRunner:
             nothing, nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32), nothing,
             nothing,
         )  # fmt: skip
-        arguments = (
-            self.model.weights, self._kv_cache, self._prepare(batch),
-            self._memory.hidden.reshape(-1), self._memory.workspace, Stages(True, 0, 0, True),
-        )  # fmt: skip
+        arguments = self._arguments(
+            self._memory.hidden, self._prepare(batch), Stages(True, 0, 0, True)
+        )
+        function: Callable[..., None] = forward
+        if self.model.latent is not None:
+            from midfill.kernels.cpu.latent.decoder import forward_latent
+
+            function = forward_latent
         products = [*self._products(), *self._mixtures()]
         whole = (0, 1, self._pool.sync, self._config, *arguments)
-        compile_side_by_side([*products, *further], [(forward, whole)])
-        compiled = compiled_for(forward, *whole)
+        compile_side_by_side([*products, *further], [(function, whole)])
+        compiled = compiled_for(function, *whole)
         addresses = [kernel_address(function, *taken) for function, taken in products]
         linear_at, gated_at, mix_at = [*addresses, 0][:3]
         self._config = self._config._replace(

@@ -12,6 +12,7 @@ from midfill.kernels.cpu.attention_metadata import partial_rows
 from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS
 from midfill.kernels.cpu.decoder_data import Workspace
 from midfill.kernels.cpu.experts.table import ExpertMemory
+from midfill.kernels.cpu.latent.data import LatentMemory
 from midfill.kernels.cpu.linear import PRODUCTS_SIZE
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.row_blocks import ALONE_SYNC
@@ -21,6 +22,7 @@ from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.autotune import TileTable
 from midfill.runners.cpu.expert_memory import expert_memory, expert_table, gated_width
+from midfill.runners.cpu.packed_latent import latent_memory
 from midfill.runners.cpu.packed_model import PackedModel
 
 _MAX_RESERVED_LOGITS = 2**28
@@ -118,6 +120,7 @@ class StepMemory:
 
     Attributes:
         workspace: for the kernels; another one after ``reserve`` has returned True.
+        latent: the same for latent attention; None for models without.
         hidden: float32 [rows, hidden] for at least as many rows as were reserved.
     """
 
@@ -144,6 +147,7 @@ class StepMemory:
         # The table in the workspace has only addresses.
         self._expert_memory: ExpertMemory | None = None
         self.workspace = self._workspace()
+        self.latent = self._latent()
         self.hidden = self._hidden()
 
     @property
@@ -157,6 +161,7 @@ class StepMemory:
             return False
         self._size = StepSize(*map(max, size, self._size))
         self.workspace = self._workspace()
+        self.latent = self._latent()
         self.hidden = self._hidden()
         return True
 
@@ -194,6 +199,15 @@ class StepMemory:
             alone=aligned_zeros((threads, ALONE_SYNC), np.int64),
             experts=self._expert_table(rows),
         )
+
+    def _latent(self) -> LatentMemory | None:
+        weights = self._model.latent
+        if weights is None:
+            return None
+        return latent_memory(
+            self._config, weights, self._size.rows, self._threads, self._arrays.floats,
+            self._activations,
+        )  # fmt: skip
 
     def _expert_table(self, rows: int) -> Int64Array:
         experts, weights = self._config.experts, self._model.experts

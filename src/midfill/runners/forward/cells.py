@@ -17,7 +17,8 @@ class CellLayout:
 
     Attributes:
         dtype: of the numbers, such as "f16".
-        widths: bytes of a cell in each array: keys, values, and scales if there are any.
+        widths: bytes of a cell in each array: keys, values unless they are the keys themselves,
+            and scales if there are any.
     """
 
     dtype: str
@@ -29,7 +30,7 @@ class StoredCells:
     """A copy of cells as their runner stores them; opaque to everyone else.
 
     Attributes:
-        arrays: keys, values, and scales if there are any; the first dimension is the cells'.
+        arrays: those of ``CellLayout.widths``; the first dimension is the cells'.
     """
 
     arrays: tuple[Any, ...]
@@ -52,7 +53,7 @@ class CellStore(Protocol):
         """Return what ``read`` returns of K alone."""
 
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
-        """Store K and V, rounded as a forward pass rounds them.
+        """Store K and V, rounded as a forward pass rounds them; K alone where V is K itself.
 
         Args:
             cells: [n] int32, each named once.

@@ -12,12 +12,14 @@ class TorchCells:
     """Implements ``runners.forward.cells.CellStore``.
 
     Args:
-        keys, values: [layers, slots, kv_heads, head_dim], on one device.
+        keys, values: [layers, slots, kv_heads, head_dim], on one device; one tensor where a value
+            is the key itself, which is then stored once.
         frequencies: float32 [layers, head_dim / 2], radians per position.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, frequencies: Float32Array) -> None:
         self._keys, self._values, self._frequencies = keys, values, frequencies
+        self._caches = (keys,) if values is keys else (keys, values)
 
     def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:
         """See ``CellStore.read``."""
@@ -30,7 +32,7 @@ class TorchCells:
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
         """See ``CellStore.write``."""
         place = self._place(cells)
-        for cache, numbers in ((self._keys, keys), (self._values, values)):
+        for cache, numbers in zip(self._caches, (keys, values), strict=False):
             cache[place] = torch.from_numpy(numbers).to(cache.device, cache.dtype)
 
     def take(
@@ -41,33 +43,36 @@ class TorchCells:
     ) -> StoredCells:
         """See ``CellStore.take``."""
         place = self._place(cells)
-        keys, values = self._keys[place], self._values[place]
+        keys, *rest = (cache[place] for cache in self._caches)
         if shift is not None:
             moved = shift_keys(keys.float().cpu().numpy(), shift, self._frequencies, layers)
             keys = torch.from_numpy(moved).to(keys.device, keys.dtype)
-        return StoredCells((keys, values))
+        return StoredCells((keys, *rest))
 
     def put(self, cells: Int32Array, stored: StoredCells) -> None:
         """See ``CellStore.put``."""
         place = self._place(cells)
-        self._keys[place], self._values[place] = stored.arrays
+        for cache, taken in zip(self._caches, stored.arrays, strict=True):
+            cache[place] = taken
 
     @property
     def layout(self) -> CellLayout:
         """See ``CellStore.layout``."""
         width = self._keys.shape[-1] * self._keys.element_size()
-        return CellLayout(str(self._keys.dtype).removeprefix("torch."), (width, width))
+        return CellLayout(
+            str(self._keys.dtype).removeprefix("torch."), (width,) * len(self._caches)
+        )
 
     def dump(self, cells: Int32Array) -> tuple[UInt8Array, ...]:
         """See ``CellStore.dump``."""
         place = self._place(cells)
-        taken = (self._keys[place], self._values[place])
+        taken = (cache[place] for cache in self._caches)
         return tuple(each.contiguous().view(torch.uint8).cpu().numpy() for each in taken)
 
     def restore(self, cells: Int32Array, arrays: tuple[UInt8Array, ...]) -> None:
         """See ``CellStore.restore``."""
         place = self._place(cells)
-        for cache, stored in zip((self._keys, self._values), arrays, strict=True):
+        for cache, stored in zip(self._caches, arrays, strict=True):
             numbers = torch.from_numpy(stored.copy()).view(cache.dtype)
             cache[place] = numbers.to(cache.device)
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.models.config import ModelConfig
+from midfill.models.config import Experts, ModelConfig
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import rope_tables
 from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
@@ -21,6 +21,7 @@ from midfill.runners.torch.weights import (
     Affine,
     DecoderWeights,
     ExpertWeights,
+    LatentWeights,
     LayerWeights,
     MlpWeights,
 )
@@ -32,7 +33,7 @@ class KVCache:
 
     Attributes:
         keys, values: [layers, slots, kv_heads, head_dim]; keys are stored after the rotary
-            embedding.
+            embedding. One tensor where a value is the key itself.
     """
 
     keys: torch.Tensor
@@ -44,14 +45,12 @@ class KVCache:
     ) -> "KVCache":
         """Return a cache of zeros: padding reads slot 0, and 0 * NaN would spread."""
         shape = (config.layers, slots, config.kv_heads, config.head_dim)
-        return cls(
-            torch.zeros(shape, device=device, dtype=dtype),
-            torch.zeros(shape, device=device, dtype=dtype),
-        )
+        keys = torch.zeros(shape, device=device, dtype=dtype)
+        return cls(keys, keys if config.vectors_per_cell == 1 else torch.zeros_like(keys))
 
     @property
     def bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes * (1 if self.values is self.keys else 2)
 
 
 Turns = tuple[torch.Tensor, torch.Tensor]
@@ -177,6 +176,8 @@ class Decoder:
     def _attention(
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, batch: PreparedBatch
     ) -> torch.Tensor:
+        if isinstance(layer.qkv, LatentWeights):
+            return self._latent_attention(index, layer.qkv, layer.o, hidden, batch)
         config = self.config
         heads = [config.query_heads, config.kv_heads, config.kv_heads]
         qkv = _linear(hidden, layer.qkv).view(-1, sum(heads), config.head_dim)
@@ -187,6 +188,35 @@ class Decoder:
         q, k = _rotate(q, turns), _rotate(k, turns)
         self.observed[index] = q[batch.observed_rows]
         return _linear(self.attend(index, q, k, v, batch).flatten(1), layer.o)
+
+    def _latent_attention(
+        self,
+        index: int,
+        weights: LatentWeights,
+        output: Affine,
+        hidden: torch.Tensor,
+        batch: PreparedBatch,
+    ) -> torch.Tensor:
+        """Compute attention in its absorbed form; see ``models.config.LatentAttention``."""
+        latent = self.config.latent
+        assert latent is not None
+        source = hidden
+        if weights.query_a is not None and weights.query_norm is not None:
+            source = self._norm(_linear(hidden, weights.query_a), weights.query_norm)
+        q = _linear(source, weights.query).view(len(hidden), -1, latent.query_dim)
+        plain, turning = torch.split(q, [latent.plain_dim, latent.rotary_dim], dim=-1)
+        absorbed = torch.einsum("rhp,hpc->rhc", plain, weights.absorb)
+        compressed = _linear(hidden, weights.key)[:, None]
+        kept, shared = torch.split(compressed, [latent.rank, latent.rotary_dim], dim=-1)
+        kept = self._norm(kept, weights.key_norm)
+        turns = batch.turns[self.config.is_local(index)]
+        q, k = _in_key_order(absorbed, turning, turns), _in_key_order(kept, shared, turns)
+        self.observed[index] = q[batch.observed_rows]
+        attended = self.attend(index, q, k, k, batch)
+        halves = [latent.rank // 2, latent.rotary_dim // 2] * 2
+        first, _, second, _ = torch.split(attended, halves, dim=-1)
+        values = torch.einsum("rhc,hvc->rhv", torch.cat((first, second), dim=-1), weights.expand)
+        return _linear(values.flatten(1), output)
 
     def attend(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
@@ -208,7 +238,8 @@ class Decoder:
         if batch.across_layers:
             shown = (cache.keys.flatten(0, 1), cache.values.flatten(0, 1))
         shown[0][batch.write_slots] = k
-        shown[1][batch.write_slots] = v
+        if v is not k:
+            shown[1][batch.write_slots] = v
         window, scale = self.config.window_of(index), self.config.score_scale
         attended = attend(q, *shown, batch.attention, window, scale)
         for request in batch.planned:
@@ -229,20 +260,27 @@ class Decoder:
         experts = self.config.experts_of(index)
         assert experts is not None
         scores = functional.linear(hidden, layer.router).float()
-        chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, : experts.per_token]
-        weights = scores.softmax(dim=-1).gather(1, chosen)
+        shares = scores.sigmoid() if experts.scoring == "sigmoid" else scores.softmax(dim=-1)
+        preferred = scores if layer.correction is None else shares + layer.correction
+        preferred = _within_groups(experts, preferred)
+        chosen = preferred.sort(dim=-1, descending=True, stable=True).indices
+        chosen = chosen[:, : experts.per_token]
+        weights = shares.gather(1, chosen)
         if experts.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights * experts.weight_factor
         mixed = torch.zeros_like(hidden)
         for number, expert in enumerate(layer.experts):
             rows, ranks = torch.where(chosen == number)
             if len(rows):
                 expanded = self._mlp(expert, hidden[rows])
                 mixed.index_add_(0, rows, expanded * weights[rows, ranks, None].to(hidden.dtype))
-        if layer.shared is not None and layer.shared_router is not None:
-            opened = functional.linear(hidden, layer.shared_router).sigmoid()
-            mixed = mixed + opened * self._mlp(layer.shared, hidden)
-        return mixed
+        if layer.shared is None:
+            return mixed
+        shared = self._mlp(layer.shared, hidden)
+        if layer.shared_router is not None:
+            shared = functional.linear(hidden, layer.shared_router).sigmoid() * shared
+        return mixed + shared
 
     def _activate(self, values: torch.Tensor) -> torch.Tensor:
         match self.config.activation:
@@ -291,7 +329,33 @@ def _at(table: Turns, positions: torch.Tensor) -> Turns:
 
 def _rotate(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
     """Apply the rotary embedding to [rows, heads, head_dim], in float32."""
-    cos, sin = turns
     first, second = heads.float().chunk(2, dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(rotated, dim=-1).to(heads.dtype)
+    return torch.cat(_rotated(first, second, turns), dim=-1).to(heads.dtype)
+
+
+def _rotated(
+    first: torch.Tensor, second: torch.Tensor, turns: Turns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn pairs of numbers, float32."""
+    cos, sin = turns
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def _in_key_order(latent: torch.Tensor, turning: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """Return latents [rows, heads, rank] and pairs of neighbours that turn as queries or keys."""
+    pairs = turning.float()
+    turned = _rotated(pairs[..., 0::2], pairs[..., 1::2], turns)
+    halves = zip(latent.chunk(2, dim=-1), turned, strict=True)
+    return torch.cat([part.to(latent.dtype) for half in halves for part in half], dim=-1)
+
+
+def _within_groups(experts: Experts, preferred: torch.Tensor) -> torch.Tensor:
+    """Return [rows, experts] with -inf for experts outside of the groups that a row is sent to."""
+    if experts.groups == 1:
+        return preferred
+    by_group = preferred.view(len(preferred), experts.groups, -1)
+    best = by_group.topk(2 if experts.corrected else 1, dim=-1).values.sum(dim=-1)
+    order = best.sort(dim=-1, descending=True, stable=True).indices
+    outside = torch.ones_like(best, dtype=torch.bool)
+    outside.scatter_(1, order[:, : experts.groups_per_token], False)
+    return by_group.masked_fill(outside[..., None], -torch.inf).flatten(1)

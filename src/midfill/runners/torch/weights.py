@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.config import Experts, tensor_shapes
+from midfill.models.config import Experts, LatentAttention, tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,41 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
+class LatentWeights:
+    """The latent attention of one layer; see ``models.config.LatentAttention``.
+
+    Attributes:
+        query_a, query_norm: the queries' latent and its norm; None where they have none.
+        query: of it, or of hidden rows: [query_heads * (plain_dim + rotary_dim), ...].
+        key: the latent of keys and values, and the part of keys that is rotated.
+        key_norm: of the latent.
+        absorb: W_UK, [query_heads, plain_dim, rank].
+        expand: W_UV, [query_heads, value_dim, rank].
+    """
+
+    query_a: Affine | None
+    query_norm: Affine | None
+    query: Affine
+    key: Affine
+    key_norm: Affine
+    absorb: torch.Tensor
+    expand: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """The mixture of experts of one layer.
 
     Attributes:
         router: [experts, hidden].
+        correction: float32 [experts], see ``Experts.corrected``; None where there is none.
         experts: one MLP each.
-        shared_router: [1, hidden]; None where tokens share no expert.
+        shared_router: [1, hidden]; None where what tokens share has no gate.
         shared: what they share.
     """
 
     router: torch.Tensor
+    correction: torch.Tensor | None
     experts: tuple[MlpWeights, ...]
     shared_router: torch.Tensor | None
     shared: MlpWeights | None
@@ -58,7 +82,7 @@ class LayerWeights:
 
     Attributes:
         attn_norm, mlp_norm: before attention and before the MLP.
-        qkv: rows of q, k and v, one below the other.
+        qkv: rows of q, k and v, one below the other; or latent attention.
         q_norm, k_norm: of each head; None if the model has none.
         attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
         o: attention's output projection.
@@ -66,7 +90,7 @@ class LayerWeights:
     """
 
     attn_norm: Affine
-    qkv: Affine
+    qkv: Affine | LatentWeights
     q_norm: Affine | None
     k_norm: Affine | None
     attn_post_norm: Affine | None
@@ -125,7 +149,9 @@ class _Loader:
         experts = config.experts_of(number)
         return LayerWeights(
             attn_norm=self._affine(f"{layer}.attn_norm"),
-            qkv=self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v"),
+            qkv=self._latent(layer, config.latent)
+            if config.latent is not None
+            else self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v"),
             q_norm=self._affine(f"{layer}.q_norm") if config.qk_norm else None,
             k_norm=self._affine(f"{layer}.k_norm") if config.qk_norm else None,
             attn_post_norm=self._affine(f"{layer}.attn_post_norm") if config.post_norms else None,
@@ -135,16 +161,39 @@ class _Loader:
             mlp=self._mlp(layer) if experts is None else self._experts(layer, experts),
         )
 
+    def _latent(self, layer: str, latent: LatentAttention) -> LatentWeights:
+        has_latent = latent.query_rank > 0
+        if latent.stored_apart:
+            keys = self._tensor(f"{layer}.k_b.weight").view(-1, latent.rank, latent.plain_dim)
+            absorb = keys.transpose(1, 2)
+            expand = self._tensor(f"{layer}.v_b.weight").view(-1, latent.value_dim, latent.rank)
+        else:
+            both = self._tensor(f"{layer}.kv_b.weight")
+            both = both.view(-1, latent.plain_dim + latent.value_dim, latent.rank)
+            absorb, expand = torch.split(both, [latent.plain_dim, latent.value_dim], dim=1)
+        return LatentWeights(
+            query_a=self._affine(f"{layer}.q_a") if has_latent else None,
+            query_norm=self._affine(f"{layer}.q_a_norm") if has_latent else None,
+            query=self._affine(f"{layer}.q_b" if has_latent else f"{layer}.q"),
+            key=self._affine(f"{layer}.kv_a"),
+            key_norm=self._affine(f"{layer}.kv_a_norm"),
+            absorb=absorb.contiguous(),
+            expand=expand.contiguous(),
+        )
+
     def _mlp(self, prefix: str) -> MlpWeights:
         gate = (f"{prefix}.gate",) if self._checkpoint.config.gated_mlp else ()
         return MlpWeights(self._affine(*gate, f"{prefix}.up"), self._affine(f"{prefix}.down"))
 
     def _experts(self, layer: str, experts: Experts) -> ExpertWeights:
         shared = experts.shared_ffn > 0
+        gated = shared and experts.shared_gated
+        correction = f"{layer}.router.e_score_correction_bias"
         return ExpertWeights(
             router=self._tensor(f"{layer}.router.weight"),
+            correction=self._tensor(correction).float() if experts.corrected else None,
             experts=tuple(self._mlp(f"{layer}.experts.{i}") for i in range(experts.count)),
-            shared_router=self._tensor(f"{layer}.shared_router.weight") if shared else None,
+            shared_router=self._tensor(f"{layer}.shared_router.weight") if gated else None,
             shared=self._mlp(f"{layer}.shared") if shared else None,
         )
 

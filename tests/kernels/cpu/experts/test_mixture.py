@@ -28,6 +28,32 @@ MIXTURES = {
     "one expert": Experts(count=1, per_token=1, ffn=32, normalised=False),
     "more experts than a panel": Experts(count=33, per_token=5, ffn=64, normalised=True),
     "the shared expert's row in a panel of its own": Experts(32, 4, 32, True, shared_ffn=32),
+    "a shared expert without a gate": replace(EXPERTS, shared_ffn=96, shared_gated=False),
+    "as in DeepSeek-V2": Experts(
+        12,
+        3,
+        32,
+        False,
+        shared_ffn=64,
+        shared_gated=False,
+        groups=4,
+        groups_per_token=2,
+        weight_factor=2.5,
+    ),
+    "as in DeepSeek-V3": Experts(
+        32,
+        4,
+        32,
+        True,
+        shared_ffn=64,
+        shared_gated=False,
+        scoring="sigmoid",
+        corrected=True,
+        groups=4,
+        groups_per_token=2,
+        weight_factor=1.5,
+    ),
+    "sigmoids as they are": replace(EXPERTS, normalised=False, scoring="sigmoid"),
 }
 
 
@@ -64,6 +90,8 @@ class MadeModel:
             values = np.zeros(shape, np.float32)
         elif name == "layers.0.router.weight" and self.router is not None:
             values = self.router.astype(np.float32)
+        elif name.endswith("correction_bias"):
+            values = random.uniform(-0.3, 0.3, shape).astype(np.float32)
         elif len(shape) == 1:
             values = random.uniform(0.5, 1.5, shape).astype(np.float32)
         elif self.kind != "f32" and module in ("gate", "up", "down") and shape[1] % 256 == 0:
@@ -77,6 +105,28 @@ class MadeModel:
         return self.tensor(f"layers.0.{name}.weight").to_float32().astype(np.float64)
 
 
+def route(model: MadeModel, scores: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """The factor of each expert, and those that a row is sent to, the likeliest first."""
+    experts = model.experts
+    if experts.scoring == "sigmoid":
+        shares = 1 / (1 + np.exp(-scores))
+    else:
+        shares = np.exp(scores) / np.exp(scores).sum()
+    preferred = shares.copy()
+    if experts.corrected:
+        correction = model.tensor("layers.0.router.e_score_correction_bias").to_float32()
+        preferred += correction.astype(np.float64)
+    groups = np.arange(experts.count) // (experts.count // experts.groups)
+    held = [np.sort(preferred[groups == g])[::-1] for g in range(experts.groups)]
+    worth = np.array([each[: 2 if experts.corrected else 1].sum() for each in held])
+    allowed = np.argsort(-worth, kind="stable")[: experts.groups_per_token]
+    preferred[~np.isin(groups, allowed)] = -np.inf
+    chosen = np.argsort(-preferred, kind="stable")[: experts.per_token].tolist()
+    if experts.normalised:
+        shares = shares / shares[chosen].sum()
+    return shares * experts.weight_factor, chosen
+
+
 def naive(model: MadeModel, hidden: np.ndarray) -> np.ndarray:
     """hidden + the mixture of norm(hidden), row by row in float64."""
     experts, results = model.experts, []
@@ -87,13 +137,13 @@ def naive(model: MadeModel, hidden: np.ndarray) -> np.ndarray:
             gate, up = model.exact(f"{prefix}.gate") @ x, model.exact(f"{prefix}.up") @ x
             return model.exact(f"{prefix}.down") @ (gate / (1 + np.exp(-gate)) * up)
 
-        powers = np.exp(model.exact("router") @ x)
-        chosen = np.argsort(-powers, kind="stable")[: experts.per_token]
-        total = powers[chosen].sum() if experts.normalised else powers.sum()
-        mixed = sum(powers[e] / total * mlp(f"experts.{e}") for e in chosen)
-        if experts.shared_ffn:
+        shares, chosen = route(model, model.exact("router") @ x)
+        mixed = sum(shares[e] * mlp(f"experts.{e}") for e in chosen)
+        if experts.shared_ffn and experts.shared_gated:
             score = (model.exact("shared_router") @ x).item()
             mixed = mixed + mlp("shared") / (1 + np.exp(-score))
+        elif experts.shared_ffn:
+            mixed = mixed + mlp("shared")
         results.append(row + mixed)
     return np.array(results)
 

@@ -20,8 +20,8 @@ from midfill_lab.bench.roofline.ceilings import Resource
 
 ATTENTION, HEAD = "attention", "head"
 GROUPS = {
-    "qkv": ("qkv",),
-    "output": ("o",),
+    "qkv": ("qkv", "query", "absorb"),
+    "output": ("expand", "o"),
     "MLP in": ("gate", "up", "shared_gate", "shared_up"),
     "MLP out": ("down", "shared_down"),
     "router": ("router",),
@@ -62,6 +62,7 @@ class ModelSize:
         windows: for each layer, how many keys a row sees at most; None for all.
         query_heads, kv_heads, head_dim: of each layer.
         kv_cache_dtype: how K and V are stored.
+        vectors_per_cell: 2 for K and V, 1 where they are the same.
     """
 
     groups: dict[str, Matrices]
@@ -70,6 +71,7 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     kv_cache_dtype: KVCacheDtype
+    vectors_per_cell: int = 2
 
     @property
     def weight_bytes(self) -> int:
@@ -79,7 +81,8 @@ class ModelSize:
     @property
     def layer_slot_bytes(self) -> int:
         """Bytes of one token's K and V in one layer."""
-        return 2 * self.kv_heads * entry_bytes(self.kv_cache_dtype, self.head_dim)
+        entry = entry_bytes(self.kv_cache_dtype, self.head_dim)
+        return self.vectors_per_cell * self.kv_heads * entry
 
     @property
     def slot_bytes(self) -> int:
@@ -166,6 +169,7 @@ def size_of(config: ModelConfig, model: PackedModel, kv_cache_dtype: KVCacheDtyp
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         kv_cache_dtype=kv_cache_dtype,
+        vectors_per_cell=config.vectors_per_cell,
     )
 
 

@@ -241,7 +241,7 @@ def _mix(
     )  # fmt: skip
     end_phase(context, NORM)
     for row in range(context.thread, rows, context.threads):
-        choose_experts(sizes, memory, row, router.outputs)
+        choose_experts(sizes, mixture.weights, memory, layer, row, router.outputs)
     end_phase(context, NORM)
     if context.thread == 0:
         sort_pairs(sizes, memory, rows)

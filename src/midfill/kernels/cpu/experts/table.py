@@ -37,6 +37,9 @@ class ExpertWeights(NamedTuple):
         down: panels of all experts of all layers.
         shared: the first half of the shared expert's MLP; without weights where there is none.
         shared_down: its second half.
+        correction: float32 [layers * experts], added to the scores that experts are chosen by; of
+            use where ``ExpertMemory.preferred`` is.
+        weight_factor: float32 [1], see ``models.config.Experts``.
     """
 
     router: LinearWeights
@@ -44,6 +47,8 @@ class ExpertWeights(NamedTuple):
     down: LinearWeights
     shared: GateUpWeights
     shared_down: LinearWeights
+    correction: Float32Array
+    weight_factor: Float32Array
 
 
 class ExpertSizes(NamedTuple):
@@ -51,9 +56,12 @@ class ExpertSizes(NamedTuple):
 
     Attributes:
         experts: how many there are.
-        per_token, ffn, shared_ffn: see ``models.config.Experts``.
+        per_token, ffn, shared_ffn, groups, groups_per_token: see ``models.config.Experts``.
         normalised: 1 if the weights of a row's experts are scaled to a sum of 1, else 0.
         activation: of the MLPs, see ``GateUpWeights``.
+        shared_gated: 1 if the shared expert's outputs are weighted, else 0.
+        sigmoid: 1 if probabilities are sigmoids, 0 if they are a softmax.
+        corrected: 1 if experts are chosen by corrected scores, else 0.
     """
 
     experts: int
@@ -62,6 +70,11 @@ class ExpertSizes(NamedTuple):
     ffn: int
     shared_ffn: int
     activation: int
+    shared_gated: int = 1
+    sigmoid: int = 0
+    corrected: int = 0
+    groups: int = 1
+    groups_per_token: int = 1
 
 
 class ExpertMemory(NamedTuple):
@@ -74,6 +87,8 @@ class ExpertMemory(NamedTuple):
         router_tiles: uint8 [49], see tiles.py: of products with the router.
         zeros: float32: biases.
         scores: float32 [rows * router.outputs].
+        preferred: float32 [rows * router.outputs], by which experts are chosen; empty where that is
+            ``scores``.
         chosen: int32 [pairs], the expert.
         weights: float32 [rows * (per_token + 1)], of each expert, and of the shared one.
         places: int32 [pairs], where a pair is in order.
@@ -92,6 +107,7 @@ class ExpertMemory(NamedTuple):
     router_tiles: Uint8Array
     zeros: Float32Array
     scores: Float32Array
+    preferred: Float32Array
     chosen: Int32Array
     weights: Float32Array
     places: Int32Array
@@ -133,6 +149,7 @@ def make_table(
         weights.shared_down,
     ):  # fmt: skip
         numbers += [*_place(matrix.packed), *_place(matrix.panels), matrix.outputs, matrix.inputs]
+    numbers += [*_place(weights.correction), *_place(weights.weight_factor)]
     for field in memory:
         for array in field if isinstance(field, tuple) else (field,):
             numbers += _place(array)
@@ -182,20 +199,25 @@ def _matrix(table: Int64Array, number: int, zeros: Float32Array) -> LinearWeight
 @inlined_kernel
 def unpack(table: Int64Array) -> Mixture:
     """Return what ``make_table`` was given."""
-    at = _SIZES + 6 * _MATRICES
+    further = _SIZES + 6 * _MATRICES
+    at = further + 4
     zeros = _floats_at(table, at + 2)
-    sizes = ExpertSizes(table[0], table[1], table[2], table[3], table[4], table[5])
+    sizes = ExpertSizes(
+        table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7], table[8],
+        table[9], table[10],
+    )  # fmt: skip
     weights = ExpertWeights(
         _matrix(table, 0, zeros), _matrix(table, 1, zeros), _matrix(table, 2, zeros),
         GateUpWeights(_matrix(table, 3, zeros), _matrix(table, 4, zeros), sizes.activation, True),
-        _matrix(table, 5, zeros),
+        _matrix(table, 5, zeros), _floats_at(table, further), _floats_at(table, further + 2),
     )  # fmt: skip
     memory = ExpertMemory(
-        _bytes_at(table, at), zeros, _floats_at(table, at + 4), _integers_at(table, at + 6),
-        _floats_at(table, at + 8), _integers_at(table, at + 10), _integers_at(table, at + 12),
+        _bytes_at(table, at), zeros, _floats_at(table, at + 4), _floats_at(table, at + 6),
+        _integers_at(table, at + 8), _floats_at(table, at + 10), _integers_at(table, at + 12),
         _integers_at(table, at + 14), _integers_at(table, at + 16), _integers_at(table, at + 18),
-        Activations(_floats_at(table, at + 20), _bytes_at(table, at + 22)),
-        Activations(_floats_at(table, at + 24), _bytes_at(table, at + 26)),
-        _floats_at(table, at + 28), _floats_at(table, at + 30), _floats_at(table, at + 32),
+        _integers_at(table, at + 20),
+        Activations(_floats_at(table, at + 22), _bytes_at(table, at + 24)),
+        Activations(_floats_at(table, at + 26), _bytes_at(table, at + 28)),
+        _floats_at(table, at + 30), _floats_at(table, at + 32), _floats_at(table, at + 34),
     )  # fmt: skip
     return Mixture(sizes, weights, memory)

@@ -1,0 +1,1 @@
+"""Multi-head latent attention; compiled when a model has it."""
