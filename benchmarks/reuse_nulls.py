@@ -1,4 +1,7 @@
-"""Nulls of methods of reuse: as many tokens are computed again, but not those that they choose."""
+"""Nulls of methods of reuse: as many tokens are computed again, but not those that they choose.
+
+Those of KVCOMM compute as many, with other offsets or none.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -6,11 +9,12 @@ from hashlib import blake2b
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Int64Array
+from midfill.arrays import Float32Array, Float64Array, Int64Array
 from midfill.methods.method import Method
 from midfill.methods.registry import resolve_method
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.reuse.cachecraft import CacheCraft
+from midfill.methods.reuse.kvcomm import KVComm
 from midfill.methods.reuse.method import LayerKV
 
 
@@ -59,8 +63,56 @@ class FirstTokens(CacheCraft):
         return np.arange(int(np.ceil(overhead * len(scores))), dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class NoOffsets(KVComm):
+    """Base KV, keys turned to their places, and no offsets."""
+
+    def content_weights(self, content: Float32Array, bases: Sequence[Float32Array]) -> Float64Array:
+        """See ``KVComm.content_weights``."""
+        return np.zeros_like(super().content_weights(content, bases))
+
+    def segment_weights(self, content: Float32Array, bases: Sequence[Float32Array]) -> Float64Array:
+        """See ``KVComm.segment_weights``."""
+        return np.zeros_like(super().segment_weights(content, bases))
+
+
+@dataclass(frozen=True)
+class MeanOfAnchors(KVComm):
+    """The mean of all anchors' offsets."""
+
+    def content_weights(self, content: Float32Array, bases: Sequence[Float32Array]) -> Float64Array:
+        """See ``KVComm.content_weights``."""
+        return np.full_like(super().content_weights(content, bases), 1 / len(bases))
+
+    def segment_weights(self, content: Float32Array, bases: Sequence[Float32Array]) -> Float64Array:
+        """See ``KVComm.segment_weights``."""
+        return np.full_like(super().segment_weights(content, bases), 1 / len(bases))
+
+
+@dataclass(frozen=True)
+class RandomAnchor(KVComm):
+    """The offsets of one anchor, which follows from the number of tokens and of anchors."""
+
+    def content_weights(self, content: Float32Array, bases: Sequence[Float32Array]) -> Float64Array:
+        """See ``KVComm.content_weights``."""
+        return self._one(super().content_weights(content, bases), content.shape[2])
+
+    def segment_weights(self, content: Float32Array, bases: Sequence[Float32Array]) -> Float64Array:
+        """See ``KVComm.segment_weights``."""
+        return self._one(super().segment_weights(content, bases), content.shape[2])
+
+    def _one(self, weights: Float64Array, tokens: int) -> Float64Array:
+        chosen = np.random.default_rng([tokens, len(weights)]).integers(len(weights))
+        found = np.zeros_like(weights)
+        found[chosen] = 1.0
+        return found
+
+
 _NULLS = {"random tokens": RandomRows, "first tokens": FirstRows}
 _CHUNK_NULLS = {"random tokens": RandomTokens, "first tokens": FirstTokens}
+_ANCHOR_NULLS = {
+    "no offsets": NoOffsets, "random anchor": RandomAnchor, "mean of anchors": MeanOfAnchors,
+}  # fmt: skip
 
 
 def reuse_nulls(specifications: Sequence[str]) -> dict[str, tuple[str, Method]]:
@@ -79,6 +131,10 @@ def reuse_nulls(specifications: Sequence[str]) -> dict[str, tuple[str, Method]]:
             settings = {field.name: getattr(method, field.name) for field in fields(method)}
             for title, craft in _CHUNK_NULLS.items():
                 found[f"{specification} {title}"] = (specification, craft(**settings))
+        if isinstance(method, KVComm):
+            settings = {field.name: getattr(method, field.name) for field in fields(method)}
+            for title, comm in _ANCHOR_NULLS.items():
+                found[f"{specification} {title}"] = (specification, comm(**settings))
         if not isinstance(method, CacheBlend) or not 0 < method.ratio < 1:
             continue
         for title, null in _NULLS.items():
