@@ -69,19 +69,20 @@ def test_bytes_are_counted_and_bounded() -> None:
         assert store.nbytes == sum(each.nbytes for each in everything)
 
 
-def test_contents_of_no_anchor_go_first_and_then_agents() -> None:
-    store, template = store_of_one(4 * piece(3).nbytes)
+def test_what_was_used_least_recently_is_forgotten() -> None:
+    store, template = store_of_one(5 * piece(3).nbytes)
     store.add_content(("ann", b"1"), piece(3))
     store.add_anchors(("ann", b"t"), template, {0: anchor(1)})
     for name in range(2, 9):
+        assert store.template(("ann", b"t")) is template, "it is in use"
         store.add_content(("ann", b"%d" % name), piece(3))
-    assert store.content(("ann", b"1")) is not None
-    assert store.content(("ann", b"2")) is None
-    other = store.add_template(("bob", b"t"), Template([piece(2)], [AnchorPool(20)]))
-    store.add_anchors(("bob", b"t"), other, {0: anchor(1)})
-    assert store.template(("ann", b"t")) is None
-    assert store.template(("bob", b"t")) is other
-    assert store.nbytes <= 4 * piece(3).nbytes
+        assert store.content(("ann", b"%d" % name)) is not None
+    assert store.content(("ann", b"1")) is not None, "it is an anchor's"
+    assert store.content(("ann", b"6")) is None
+    for name in range(2):  # the content before the agent goes, then the agent
+        store.add_content(("bob", b"%d" % name), piece(3))
+        assert (("ann", b"t") in store._templates) == (name == 0)
+    assert store.nbytes <= 5 * piece(3).nbytes
 
 
 def test_anchors_of_an_agent_that_is_forgotten_are_not_kept() -> None:

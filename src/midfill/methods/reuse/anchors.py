@@ -4,7 +4,6 @@ All of it is one ``AnchorStore``, whose memory is bounded: what was used least r
 Nothing in it depends on slots, so it outlives the prefix cache's text.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,8 +132,10 @@ class AnchorStore:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._templates: OrderedDict[Key, Template] = OrderedDict()
-        self._contents: OrderedDict[Key, PieceKV] = OrderedDict()
+        self._templates: dict[Key, Template] = {}
+        self._contents: dict[Key, PieceKV] = {}
+        self._used: dict[Key, int] = {}  # digests tell templates from contents
+        self._clock = 0
 
     @property
     def nbytes(self) -> int:
@@ -145,24 +146,26 @@ class AnchorStore:
     def template(self, key: Key) -> Template | None:
         """Return what is kept of an agent; None if it is not known."""
         if key in self._templates:
-            self._templates.move_to_end(key)
+            self._touch(key)
         return self._templates.get(key)
 
     def content(self, key: Key) -> PieceKV | None:
         """Return a content's base KV; None if it is not known."""
         if key in self._contents:
-            self._contents.move_to_end(key)
+            self._touch(key)
         return self._contents.get(key)
 
     def add_template(self, key: Key, template: Template) -> Template:
         """Keep an agent; return what is kept of it, if another request was faster."""
         kept = self._templates.setdefault(key, template)
+        self._touch(key)
         self._forget()
         return kept
 
     def add_content(self, key: Key, content: PieceKV) -> PieceKV:
         """Keep a content; return what is kept of it, if another request was faster."""
         kept = self._contents.setdefault(key, content)
+        self._touch(key)
         self._forget()
         return kept
 
@@ -172,11 +175,17 @@ class AnchorStore:
             return
         for number, anchor in anchors.items():
             anchor.content = self._contents.setdefault((key[0], anchor.name), anchor.content)
+            self._touch((key[0], anchor.name))
             template.pools[number].add(anchor)
         self._forget()
 
+    def _touch(self, key: Key) -> None:
+        self._clock += 1
+        self._used[key] = self._clock
+
     def _forget(self) -> None:
-        """Forget contents that are no anchor's, then agents, until the limit is kept."""
+        """Forget what was used least recently, until the limit is kept: agents with their anchors,
+        and contents of no anchor."""
         excess = self.nbytes - self._limit
         while excess > 0:
             held = {
@@ -185,11 +194,8 @@ class AnchorStore:
                 for pool in template.pools
                 for anchor in pool.anchors
             }
-            free = [key for key, each in self._contents.items() if id(each) not in held]
-            for key in free:
-                if excess > 0:
-                    excess -= self._contents.pop(key).nbytes
-            if excess > 0:
-                if not self._templates:
-                    return
-                excess -= self._templates.popitem(last=False)[1].nbytes
+            contents = (key for key, each in self._contents.items() if id(each) not in held)
+            oldest = min((*contents, *self._templates), key=lambda key: self._used[key])
+            found = self._templates.pop(oldest, None) or self._contents.pop(oldest)
+            excess -= found.nbytes
+            del self._used[oldest]
