@@ -218,7 +218,7 @@ def test_without_jumps_there_are_only_files(calls: list[ReuseOptions]) -> None:
     [
         (
             ["--methods", "cake"],
-            "cake takes no KV from elsewhere, as cacheblend, cachecraft, kvshare, kvcomm and ape do",
+            "cake takes no KV from elsewhere, as cacheblend, cachecraft, kvshare, kvcomm and ape",
         ),
         (["--methods", "cacheblend:ratio=2"], "cacheblend: ratio must be from 0 to 1, not 2"),
         (["--jumps", "0", "--contexts", "0"], "there is nothing to measure"),
