@@ -3,9 +3,10 @@
 Those of KVCOMM compute as many, with other offsets or none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from midfill.methods.registry import resolve_method
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.reuse.cachecraft import CacheCraft
 from midfill.methods.reuse.kvcomm import KVComm
+from midfill.methods.reuse.kvshare import KVShare
 from midfill.methods.reuse.method import LayerKV
 
 
@@ -48,10 +50,7 @@ class RandomTokens(CacheCraft):
 
     def repaired(self, scores: Float32Array, overhead: float) -> Int64Array:
         """See ``CacheCraft.repaired``."""
-        seed = blake2b(scores.tobytes(), digest_size=16).digest()
-        drawn = np.random.default_rng(list(seed)).permutation(len(scores))
-        chosen: Int64Array = np.sort(drawn[: int(np.ceil(overhead * len(scores)))])
-        return chosen.astype(np.int64)
+        return _random(scores, int(np.ceil(overhead * len(scores))))
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,28 @@ class FirstTokens(CacheCraft):
     def repaired(self, scores: Float32Array, overhead: float) -> Int64Array:
         """See ``CacheCraft.repaired``."""
         return np.arange(int(np.ceil(overhead * len(scores))), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class RandomCopies(KVShare):
+    """As many copied tokens as KVShare repairs at first, at random."""
+
+    def repaired(
+        self, deviation: Float64Array, size: Float64Array, attention: Float64Array
+    ) -> Int64Array:
+        """See ``KVShare.repaired``."""
+        return _random(deviation, len(super().repaired(deviation, size, attention)))
+
+
+@dataclass(frozen=True)
+class FirstCopies(KVShare):
+    """As many of the first copied tokens."""
+
+    def repaired(
+        self, deviation: Float64Array, size: Float64Array, attention: Float64Array
+    ) -> Int64Array:
+        """See ``KVShare.repaired``."""
+        return np.arange(len(super().repaired(deviation, size, attention)), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -108,15 +129,24 @@ class RandomAnchor(KVComm):
         return found
 
 
-_NULLS = {"random tokens": RandomRows, "first tokens": FirstRows}
+def _random(numbers: Float32Array | Float64Array, count: int) -> Int64Array:
+    """Return so many of the numbers' places, ascending; they follow from the numbers."""
+    seed = blake2b(numbers.tobytes(), digest_size=16).digest()
+    drawn = np.random.default_rng(list(seed)).permutation(len(numbers))
+    chosen: Int64Array = np.sort(drawn[:count])
+    return chosen.astype(np.int64)
+
+
+_ROW_NULLS = {"random tokens": RandomRows, "first tokens": FirstRows}
 _CHUNK_NULLS = {"random tokens": RandomTokens, "first tokens": FirstTokens}
+_COPY_NULLS = {"random tokens": RandomCopies, "first tokens": FirstCopies}
 _ANCHOR_NULLS = {
     "no offsets": NoOffsets, "random anchor": RandomAnchor, "mean of anchors": MeanOfAnchors,
 }  # fmt: skip
 
 
 def reuse_nulls(specifications: Sequence[str]) -> dict[str, tuple[str, Method]]:
-    """Return the nulls of the methods that choose tokens to compute again.
+    """Return the nulls of the methods that choose tokens to compute again, or offsets.
 
     Args:
         specifications: of methods of reuse.
@@ -127,17 +157,21 @@ def reuse_nulls(specifications: Sequence[str]) -> dict[str, tuple[str, Method]]:
     found: dict[str, tuple[str, Method]] = {}
     for specification in specifications:
         method = resolve_method(specification)
-        if isinstance(method, CacheCraft) and method.alpha:
-            settings = {field.name: getattr(method, field.name) for field in fields(method)}
-            for title, craft in _CHUNK_NULLS.items():
-                found[f"{specification} {title}"] = (specification, craft(**settings))
-        if isinstance(method, KVComm):
-            settings = {field.name: getattr(method, field.name) for field in fields(method)}
-            for title, comm in _ANCHOR_NULLS.items():
-                found[f"{specification} {title}"] = (specification, comm(**settings))
-        if not isinstance(method, CacheBlend) or not 0 < method.ratio < 1:
-            continue
-        for title, null in _NULLS.items():
-            values = (method.ratio, method.check_layer, method.compare, method.min_run)
-            found[f"{specification} {title}"] = (specification, null(*values))
+        for title, null in _nulls_of(method).items():
+            options = fields(cast(Any, method))
+            settings = {option.name: getattr(method, option.name) for option in options}
+            found[f"{specification} {title}"] = (specification, null(**settings))
     return found
+
+
+def _nulls_of(method: object) -> Mapping[str, Callable[..., Method]]:
+    """Return classes of nulls by title; none where a method has nothing to choose."""
+    if isinstance(method, KVComm):
+        return _ANCHOR_NULLS
+    if isinstance(method, CacheCraft) and method.alpha:
+        return _CHUNK_NULLS
+    if isinstance(method, KVShare) and method.ratio:
+        return _COPY_NULLS
+    if isinstance(method, CacheBlend) and 0 < method.ratio < 1:
+        return _ROW_NULLS
+    return {}

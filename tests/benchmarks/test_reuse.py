@@ -16,6 +16,7 @@ from benchmarks.reuse_nulls import reuse_nulls
 from midfill.errors import MidfillError
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.reuse.cachecraft import CacheCraft
+from midfill.methods.reuse.kvshare import KVShare
 from midfill.methods.reuse.method import LayerKV
 from midfill_lab.evaluation.problems import Problem
 
@@ -144,6 +145,25 @@ def test_nulls_of_cache_craft_repair_as_many_tokens_of_each_file() -> None:
     assert len(set(chance)) == 12
     assert chance == sorted(chance) != first
     assert chance != CacheCraft().repaired(scores, 0.3).tolist()
+
+
+@pytest.mark.parametrize("eps", [0.0, 1.0])
+def test_nulls_of_kvshare_repair_as_many_tokens_whatever_eps_leaves(eps: float) -> None:
+    deviation, size, attention = np.random.default_rng(0).random((3, 40)) + 0.01
+    method = KVShare(eps=eps, ratio=0.3)
+    chosen = method.repaired(deviation, size, attention).tolist()
+    assert len(chosen) == 12 if eps == 0.0 else 0 < len(chosen) <= 12
+    nulls = [null for _, null in reuse_nulls([f"kvshare:eps={eps},ratio=0.3"]).values()]
+    found = [
+        null.repaired(deviation, size, attention).tolist()
+        for null in nulls
+        if isinstance(null, KVShare)
+    ]
+    chance, first = found
+    assert first == list(range(len(chosen)))
+    assert len(set(chance)) == len(chosen)
+    assert chance == sorted(chance) not in (first, chosen)
+    assert not reuse_nulls(["kvshare:ratio=0"])
 
 
 def test_what_is_typed_moves_the_suffix_in_psm_order_only(report: ReuseReport) -> None:

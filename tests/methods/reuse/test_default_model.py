@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -20,9 +19,10 @@ from benchmarks.reuse_nulls import (
     MeanOfAnchors,
     NoOffsets,
     RandomAnchor,
+    RandomCopies,
     RandomTokens,
 )
-from midfill.arrays import Float64Array, Int64Array
+from midfill.arrays import Float64Array
 from midfill.methods.method import Method
 from midfill.methods.reuse.cachecraft import CacheCraft
 from midfill.methods.reuse.kvcomm import KVComm, entropy
@@ -34,22 +34,6 @@ TEXTS = int(os.environ.get("TEXTS", "2"))
 CHUNK, SYSTEM, QUESTION, ANSWER = 150, 40, 64, 16
 LONG, KNOWN, INSERTED = 440, 32, 50
 CONTENT, FIXED = 60, 24
-
-
-@dataclass(frozen=True)
-class RandomRows(KVShare):
-    """As many copied tokens at random."""
-
-    def repaired(
-        self, deviation: Float64Array, size: Float64Array, attention: Float64Array
-    ) -> Int64Array:
-        count = int(self.ratio * len(deviation))
-        return np.sort(generator(deviation).permutation(len(deviation))[:count])
-
-
-def generator(array: np.ndarray) -> np.random.Generator:
-    """Return random numbers that follow from an array."""
-    return np.random.default_rng(list(blake2b(array.tobytes(), digest_size=8).digest()))
 
 
 @dataclass
@@ -230,13 +214,15 @@ def test_edited_text_that_is_repaired_once_or_twice_beside_others(asking: Asking
     found = asking.edits(
         {
             "no repair": replace(share, ratio=0.0),
-            "random rows": RandomRows(refresh=0),
             "stage 1": share,
+            "stage 1, eps 0": replace(share, eps=0.0),
+            "random rows": RandomCopies(eps=0.0, refresh=0),
             "stages 1 and 2": KVShare(ratio=0.1),
             "stage 1, ratio 0.5": replace(share, ratio=0.5),
         }
     )
     show("KVShare", found, "stage 1")
+    assert (found["random rows"].rows == found["stage 1, eps 0"].rows).all()
     rows = [found[name].rows.mean() for name in ("no repair", "stage 1", "stage 1, ratio 0.5")]
     assert rows[0] < rows[1] <= rows[2], "eps bounds what any ratio repairs"
 
