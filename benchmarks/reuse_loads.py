@@ -442,15 +442,16 @@ def load_table(report: LoadReport) -> ResultTable:
         f" to three agents, with two contents each, near-duplicates of {sizes.families} texts but"
         f" for every fifth. Chunks: {sizes.shown} of {sizes.pool}, drawn by Zipf's law. Edits:"
         f" {sizes.texts} texts, and {sizes.prompts} edited ones. Pieces have {sizes.piece}"
-        " tokens; each method answers all of a load, beginning with nothing. Reused: prompts that"
-        " took KV from elsewhere; what follows is of these, with exact answers to the same ones"
-        " where a method's null, or none, is compared. Rows x layers: of all prompts, as a share"
-        " of those with the prefix cache alone. KL: of the exact distributions from these, in"
-        f" nats per token of an answer of up to {options.steps} tokens, the same text for all."
-        " Minus the method's: of a null, paired, with its 95% interval (whole groups resampled)."
+        " tokens; each method answers all of a load, beginning with nothing. Rows x layers: of all"
+        " prompts, as a share of what they take with the prefix cache alone. Reused: prompts for"
+        " which the method took KV from elsewhere; the next four columns are of these alone. KL: of"
+        " the exact distributions from these, in nats per token of an answer of up to"
+        f" {options.steps} tokens, the same text for all. Minus the method's: that of a null, or"
+        " without repair, paired, with its 95% interval (whole groups resampled: questions, texts)."
         " Same first: the most likely first token is the exact answer's. Right: all tokens of the"
-        " right answer are the most likely ones, and of exact answers to the same prompts."
-        f" Remembered: by the method, beside KV in slots, its index included. {report.machine};"
+        " right answer are the most likely ones; in brackets, of exact answers to these prompts."
+        " Remembered: by the method, beside KV in slots, its index included; KV cached: in slots at"
+        f" the end. {report.machine};"
         f" load {report.busy:.1f} when it began.",
     )
 
@@ -475,7 +476,7 @@ def _row(report: LoadReport, result: LoadResult, name: str) -> dict[str, str]:
         cells["KL"] = f"{fmean(each.divergence for each in taken):.4f}"
         cells["same first"] = f"{fmean(each.first_same for each in taken):.0%}"
         right, of_exact = (fmean(each.right for each in answers) for answers in (taken, exact))
-        cells["right"] = f"{right:.0%} of {of_exact:.0%}"
+        cells["right"] = f"{right:.0%} (exact: {of_exact:.0%})"
     elif name == FULL:
         cells["right"] = f"{fmean(each.right for each in full.answers):.0%}"
     if used and of != name:
@@ -485,8 +486,10 @@ def _row(report: LoadReport, result: LoadResult, name: str) -> dict[str, str]:
             [result.groups[number] for number in used],
         )
         cells["minus the method's"] = f"{beside.value:+.4f} [{beside.low:+.4f}, {beside.high:+.4f}]"
-    megabytes = own.method_bytes / 1e6
-    return shown | cells | {"remembered": f"{megabytes:.1f} MB"}
+    cached = own.cached_tokens * report.slot_bytes
+    cells["remembered"] = f"{own.method_bytes / 1e6:.1f} MB"
+    cells["KV cached"] = f"{cached / 1e6:.0f} MB"
+    return shown | cells
 
 
 def reuse_loads(
