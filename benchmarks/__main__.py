@@ -32,6 +32,7 @@ COMMANDS = {
     "pruning": "pruning",
     "replicas": "replicas",
     "reuse": "reuse",
+    "reuse-loads": "reuse_loads",
     "schedulers": "schedulers",
     "shape": "shapes",
     "soak": "reliability.soak",

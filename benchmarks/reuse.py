@@ -12,7 +12,8 @@ all of the suffix moves with each keystroke, and as the planner does it, where i
 
 Each prompt is asked for with every method, and last without, by a tenant of its own; by another one
 once it has been computed in full. Nulls compute as many tokens again as CacheBlend does, but at
-random, or the first ones, and as many tokens of each file as Cache-Craft does. Methods that know
+random, or the first ones, and as many tokens of each file as Cache-Craft does. Other scores choose
+as many as CacheBlend: the nearest to the caret, or those that are attended to. Methods that know
 files are measured with files only, and their tenant has asked the earlier requests with the method,
 too.
 """
@@ -30,6 +31,7 @@ import typer
 
 from benchmarks.report import publish
 from benchmarks.reuse_nulls import reuse_nulls
+from benchmarks.reuse_scores import score_methods, score_names, sentinels_of
 from benchmarks.reuse_session import Measured, ReuseSession
 from midfill.cli.options import ThreadsOption
 from midfill.cli.progress import show_steps
@@ -49,7 +51,7 @@ from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
 from midfill_lab.cli.outputs import DocsOption
 from midfill_lab.evaluation.metrics import is_exact_first_line
 from midfill_lab.evaluation.problems import Problem
-from midfill_lab.evaluation.summary import estimate_difference
+from midfill_lab.evaluation.summary import estimate_difference, estimate_share
 from midfill_lab.reporting import ResultTable, saver
 
 FULL = "none"  # specification under which everything is computed that is no exact prefix
@@ -69,6 +71,7 @@ class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
         file_tokens: least and most tokens of a file.
         seed: all chance follows from it.
         nulls: whether methods that choose tokens are compared with their nulls.
+        scores: whether CacheBlend is compared with other scores.
     """
 
     methods: list[str]
@@ -79,15 +82,23 @@ class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_tokens: tuple[int, int] = (500, 1500)
     seed: int = 0
     nulls: bool = False
+    scores: bool = False
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """By name of a null or of another score, the method that it is compared with."""
+        nulls = reuse_nulls(self.methods) if self.nulls else {}
+        scores = score_names(self.methods) if self.scores else {}
+        return {name: of for name, (of, _) in nulls.items()} | scores
 
     @property
     def names(self) -> list[str]:
-        """Of the methods, each followed by its nulls."""
-        nulls = reuse_nulls(self.methods) if self.nulls else {}
+        """Of the methods, each followed by what is compared with it."""
+        compared = self.compared
         return [
             name
             for method in self.methods
-            for name in (method, *(null for null, (of, _) in nulls.items() if of == method))
+            for name in (method, *(other for other, of in compared.items() if of == method))
         ]
 
 
@@ -199,8 +210,10 @@ def measure_reuse(
         )
 
     try:
-        if session.encoder(None).format is None:
+        if session.format is None:
             raise MidfillError(f"{model} has no FIM tokens: it can't fill in anything")
+        if options.scores:
+            session.add_methods(score_methods(options.methods, sentinels_of(session.format)))
         run = _Run(session, options)
         holes = draw(documents.texts, max(options.jumps, options.contexts))
         for trial in run.trials(windows, holes, documents.texts):
@@ -308,11 +321,16 @@ class _Run:
     def _trial(self, kind: str, hole: Problem, before: Sequence[Prompt], prompt: Prompt) -> Trial:
         tenant = self._prepared(before)
         found: dict[str, Measured] = {}
+        compared = self._options.compared
         for method in (*self._options.names, FULL):
+            own = found.get(compared.get(method, ""))
+            if own is not None and not own.reused_tokens:
+                found[method] = own  # there is nothing to choose from
+                continue
             if isinstance(self._session.find_method(method), ParallelMethod | CacheCraft):
                 if kind == FILES:
-                    own = self._prepared(before, method)
-                    found[method] = self._session.ask(prompt, method, own, _MAX_TOKENS)
+                    knowing = self._prepared(before, method)
+                    found[method] = self._session.ask(prompt, method, knowing, _MAX_TOKENS)
                 continue
             found[method] = self._session.ask(prompt, method, tenant, _MAX_TOKENS)
             if method != FULL and not found[method].reused_tokens:
@@ -370,6 +388,12 @@ def reuse_table(report: ReuseReport) -> ResultTable:
         if options.nulls
         else ""
     )
+    if options.scores:
+        nulls += (
+            " Nearest: as many tokens as under the method above, those nearest to the caret."
+            " Attention: those that the last tokens before the answer attend to most in the check"
+            " layer; deviation x attention: its product with CacheBlend's own score."
+        )
     few, many = options.files
     least, most = options.file_tokens
     return ResultTable(
@@ -408,22 +432,29 @@ def _row(report: ReuseReport, kind: str, method: str) -> dict[str, str]:
         "KL mean": f"{fmean(divergences):.3f}",
         "KL median": f"{median(divergences):.4f}",
         **_null_cells(report, trials, method),
-        "same": f"{fmean(same):.0%}",
+        "same": f"{fmean(same):.0%}" + _same_interval(report, same, trials),
         "right": f"{fmean(own.exact for own in found):.0%}{_difference(found, full)}",
     }
 
 
+def _same_interval(report: ReuseReport, same: Sequence[bool], trials: Sequence[Trial]) -> str:
+    """Return the 95% interval of a share, where scores are compared by it."""
+    if not report.options.scores:
+        return ""
+    found = estimate_share(same, [trial.name for trial in trials])
+    return f" [{found.low:.0%}, {found.high:.0%}]"
+
+
 def _null_cells(report: ReuseReport, trials: Sequence[Trial], name: str) -> dict[str, str]:
-    """Return how much larger a null's divergence is than its method's, if there are nulls."""
-    if not report.options.nulls:
+    """Return how much larger a null's or score's divergence is than its method's, if any is."""
+    compared = report.options.compared
+    if not compared:
         return {}
     head = "KL minus the method's"
-    nulls = reuse_nulls(report.options.methods)
-    if name not in nulls:
+    if name not in compared:
         return {head: ""}
-    method, _ = nulls[name]
     found = estimate_difference(
-        [trial.asked[method].divergence for trial in trials],
+        [trial.asked[compared[name]].divergence for trial in trials],
         [trial.asked[name].divergence for trial in trials],
         [trial.name for trial in trials],
     )
@@ -465,6 +496,13 @@ NullsOption = Annotated[
         "--nulls", help="Also compute as many tokens again at random, and as many of the first."
     ),
 ]
+ScoresOption = Annotated[
+    bool,
+    typer.Option(
+        "--scores",
+        help="Also compute as many tokens again nearest to the caret, and by attention.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="All chance follows from it.")]
 
 
@@ -476,6 +514,7 @@ def reuse(
     contexts: ContextsOption = 12,
     seed: SeedOption = 0,
     nulls: NullsOption = False,
+    scores: ScoresOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,
@@ -502,6 +541,7 @@ def reuse(
         contexts=contexts,
         seed=seed,
         nulls=nulls,
+        scores=scores,
     )
 
     with show_steps("loading") as progress:

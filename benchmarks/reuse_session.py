@@ -15,6 +15,7 @@ from midfill.frontend.generation import PromptGeneration
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
+from midfill.infill.formats import FimFormat
 from midfill.infill.window import WindowRule
 from midfill.methods.method import Method
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
@@ -67,9 +68,10 @@ class ReuseSession:
             speculation=False,
             allow_methods=("any",),
         )
+        self._extra = dict(extra)
         self._counter: _WorkCounter
         self._engine, self._runner, self.info = load_engine(
-            self._checkpoint, options, wrap=self._count, extra_methods=extra
+            self._checkpoint, options, wrap=self._count, extra_methods=self._extra
         )
         self.tokenizer = self._checkpoint.tokenizer
         self._numbers = itertools.count()
@@ -82,8 +84,16 @@ class ReuseSession:
 
     def encoder(self, window: WindowRule | None) -> PromptEncoder:
         """Return an encoder that has seen no document yet."""
-        format = fim_format(self._checkpoint, None)
-        return PromptEncoder(self._checkpoint, format, self.info.context, window)
+        return PromptEncoder(self._checkpoint, self.format, self.info.context, window)
+
+    @property
+    def format(self) -> FimFormat | None:
+        """The model's FIM tokens; None if it has none."""
+        return fim_format(self._checkpoint, None)
+
+    def add_methods(self, methods: Mapping[str, Method]) -> None:
+        """Let requests name further methods."""
+        self._extra |= methods
 
     def find_method(self, name: str) -> Method | None:
         """Return the method that requests name so."""

@@ -16,15 +16,18 @@ from benchmarks.reuse_nulls import reuse_nulls
 from midfill.errors import MidfillError
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.reuse.cachecraft import CacheCraft
+from midfill.methods.reuse.kvshare import KVShare
 from midfill.methods.reuse.method import LayerKV
 from midfill_lab.evaluation.problems import Problem
 
 NOTHING, SOME = (f"cacheblend:ratio={ratio},check_layer=0" for ratio in ("0", "0.3"))
 APART = "ape:temperature=0.8"
 NULLS = [f"{SOME} random tokens", f"{SOME} first tokens"]
+SCORES = [f"{SOME} {title}" for title in ("nearest", "attention", "deviation x attention")]
 OPTIONS = ReuseOptions(
     methods=[NOTHING, SOME, APART],
     nulls=True,
+    scores=True,
     windows=["700/300"],
     jumps=3,
     contexts=2,
@@ -69,7 +72,7 @@ def test_every_prompt_is_asked_with_every_method(report: ReuseReport) -> None:
     assert len(of_kind(report, "typing, PSM")) == len(of_kind(report, "typing, planner")) == 2
     for trial in report.trials:
         files = [APART] if trial.kind == "files" else []
-        assert list(trial.asked) == [NOTHING, SOME, *NULLS, *files, FULL]
+        assert list(trial.asked) == [NOTHING, SOME, *NULLS, *SCORES, *files, FULL]
     assert all(trial.tokens > trial.cached for trial in report.trials)
 
 
@@ -96,10 +99,13 @@ def test_files_that_moved_are_copied_and_cost_their_share(report: ReuseReport) -
 
 def test_nulls_compute_as_many_tokens_again_and_get_other_answers(report: ReuseReport) -> None:
     for trial in of_kind(report, "files"):
-        some, *others = (trial.asked[name] for name in (SOME, *NULLS))
+        some, *others = (trial.asked[name] for name in (SOME, *NULLS, *SCORES))
         assert all(other.row_layers == some.row_layers for other in others)
         assert all(other.reused_tokens == some.reused_tokens for other in others)
-        chance, first = others
+        chance, first, near, attention, both = others
+        assert len({near.divergence, attention.divergence, some.divergence}) == 3
+        # A deviation of nothing, times whatever attention there is, is nothing.
+        assert both.divergence == some.divergence
         assert chance.divergence != some.divergence
         # Values of layer 0, which is compared here, know no context: nothing differs, and of equal
         # tokens the first count.
@@ -109,7 +115,7 @@ def test_nulls_compute_as_many_tokens_again_and_get_other_answers(report: ReuseR
         row["method"]: row["KL minus the method's"] for row in rows if "files" in row["prompts"]
     }
     assert shown[SOME] == shown[FULL] == ""
-    for name in NULLS:
+    for name in (*NULLS, *SCORES):
         differences = [
             trial.asked[name].divergence - trial.asked[SOME].divergence
             for trial in of_kind(report, "files")
@@ -146,6 +152,25 @@ def test_nulls_of_cache_craft_repair_as_many_tokens_of_each_file() -> None:
     assert chance != CacheCraft().repaired(scores, 0.3).tolist()
 
 
+@pytest.mark.parametrize("eps", [0.0, 1.0])
+def test_nulls_of_kvshare_repair_as_many_tokens_whatever_eps_leaves(eps: float) -> None:
+    deviation, size, attention = np.random.default_rng(0).random((3, 40)) + 0.01
+    method = KVShare(eps=eps, ratio=0.3)
+    chosen = method.repaired(deviation, size, attention).tolist()
+    assert len(chosen) == 12 if eps == 0.0 else 0 < len(chosen) <= 12
+    nulls = [null for _, null in reuse_nulls([f"kvshare:eps={eps},ratio=0.3"]).values()]
+    found = [
+        null.repaired(deviation, size, attention).tolist()
+        for null in nulls
+        if isinstance(null, KVShare)
+    ]
+    chance, first = found
+    assert first == list(range(len(chosen)))
+    assert len(set(chance)) == len(chosen)
+    assert chance == sorted(chance) not in (first, chosen)
+    assert not reuse_nulls(["kvshare:ratio=0"])
+
+
 def test_what_is_typed_moves_the_suffix_in_psm_order_only(report: ReuseReport) -> None:
     psm, planner = (of_kind(report, f"typing, {name}") for name in ("PSM", "planner"))
     for one, other in zip(psm, planner, strict=True):
@@ -153,6 +178,13 @@ def test_what_is_typed_moves_the_suffix_in_psm_order_only(report: ReuseReport) -
         assert one.asked[NOTHING].reused_tokens > 0 == other.asked[NOTHING].reused_tokens
         assert one.asked[FULL].row_layers > 4 * other.asked[FULL].row_layers
         assert other.asked[FULL].row_layers == other.asked[NOTHING].row_layers > 3
+
+
+def test_where_nothing_was_copied_there_is_nothing_to_choose_and_nothing_to_ask(
+    report: ReuseReport,
+) -> None:
+    for trial in of_kind(report, "typing, planner"):
+        assert all(trial.asked[name] == trial.asked[SOME] for name in (*NULLS, *SCORES))
 
 
 def test_divergence_is_from_the_exact_answer(report: ReuseReport) -> None:
@@ -167,11 +199,18 @@ def test_the_table_has_a_row_for_each_kind_and_method(report: ReuseReport) -> No
     assert [(row["prompts"], row["method"]) for row in table.rows] == [
         (kind, method)
         for kind in ("jump 700/300 (3)", "files (2)", "typing, PSM (2)", "typing, planner (2)")
-        for method in (FULL, NOTHING, SOME, *NULLS, *([APART] if kind == "files (2)" else []))
+        for method in (
+            FULL,
+            NOTHING,
+            SOME,
+            *NULLS,
+            *SCORES,
+            *([APART] if kind == "files (2)" else []),
+        )
     ]
     first = table.rows[0]
     assert (first["rows x layers"], first["key pairs"], first["KL mean"], first["same"]) == (
-        "1.00", "1.00", "0.000", "100%",
+        "1.00", "1.00", "0.000", "100% [29%, 100%]",
     )  # fmt: skip
     assert "numpy" in table.markdown()
 
@@ -218,7 +257,7 @@ def test_without_jumps_there_are_only_files(calls: list[ReuseOptions]) -> None:
     [
         (
             ["--methods", "cake"],
-            "cake takes no KV from elsewhere, as cacheblend, cachecraft, kvshare and ape do",
+            "cake takes no KV from elsewhere, as cacheblend, cachecraft, kvshare, kvcomm and ape",
         ),
         (["--methods", "cacheblend:ratio=2"], "cacheblend: ratio must be from 0 to 1, not 2"),
         (["--jumps", "0", "--contexts", "0"], "there is nothing to measure"),

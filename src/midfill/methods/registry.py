@@ -106,6 +106,8 @@ METHODS = {
             "Agarwal et al., SIGMOD 2025, arXiv 2502.15734", ".reuse.cachecraft", "CacheCraft"),
         MethodEntry("kvshare", "reuse", "KVShare",
             "Yang et al., 2025, arXiv 2503.16525", ".reuse.kvshare", "KVShare"),
+        MethodEntry("kvcomm", "reuse", "KVCOMM",
+            "Ye et al., NeurIPS 2025, arXiv 2510.12872", ".reuse.kvcomm", "KVComm"),
         MethodEntry("ape", "reuse", "APE",
             "Yang et al., ICLR 2025, arXiv 2502.05431", ".contexts.ape", "Ape"),
         MethodEntry("lserve", "decode", "LServe",

@@ -9,8 +9,6 @@ from midfill.errors import InvalidRequestError
 from midfill.methods.registry import resolve_method
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.reuse.method import LayerKV
-from midfill.methods.served_model import ServedModel
-from midfill.models.config import ModelConfig
 
 HEADS, DIM = 2, 4
 
@@ -63,14 +61,3 @@ def test_of_equal_deviations_the_first_are_chosen() -> None:
 def test_bad_options_are_one_clear_line(options: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         resolve_method(f"cacheblend:{options}")
-
-
-def test_a_model_needs_a_layer_above_the_check_layer() -> None:
-    config = ModelConfig(
-        family="llama", layers=3, hidden=8, query_heads=2, kv_heads=2, head_dim=4, ffn=8,
-        vocab=10, context=100,
-    )  # fmt: skip
-    model = ServedModel(config)
-    assert CacheBlend(check_layer=1).for_model(model) == CacheBlend(check_layer=1)
-    with pytest.raises(InvalidRequestError, match="check_layer must be below 2"):
-        CacheBlend(check_layer=2).for_model(model)

@@ -14,6 +14,7 @@ from tiny_checkpoints import VOCAB, write_variant
 from midfill.arrays import Int64Array
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.kv.pool import KVPool
 from midfill.kv.token_runs import find_runs
 from midfill.methods.reuse import sequence as blending
 from midfill.methods.reuse.cacheblend import CacheBlend
@@ -467,6 +468,16 @@ def test_a_method_that_fails_ends_its_request_alone(runner: CpuRunner) -> None:
     assert found["r", 0].finish_reason == "error"
     assert found["r", 0].error == "the method of reuse failed: no choice"
     assert same(found["other", 0], exact(runner, [1, *BODY]))
+
+
+def test_memory_is_that_of_the_index_and_of_what_methods_remember(runner: CpuRunner) -> None:
+    kind = blending.ReuseKind(runner, KVPool(runner.slots))
+    assert kind.nbytes == 0
+    remembered = kind.state_of(BLEND, lambda: np.zeros(5))
+    assert kind.state_of(BLEND, lambda: np.zeros(9)) is remembered
+    assert kind.nbytes == 40
+    index = kind.donors.nbytes
+    assert kind.nbytes == 40 + index > 40 + 30 * runner.slots
 
 
 def test_scored_prompts_are_computed(runner: CpuRunner) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from midfill.arrays import Int64Array
 from midfill.methods.budget import require
-from midfill.methods.reuse.method import LayerKV
+from midfill.methods.reuse.method import LayerKV, require_layer_above
 from midfill.methods.served_model import ServedModel
 
 NAME = "cacheblend"
@@ -55,17 +55,8 @@ class CacheBlend:
         require(self.min_run >= 1, f"min_run must be at least 1, not {self.min_run}", NAME)
 
     def for_model(self, model: ServedModel) -> "CacheBlend":
-        """Return the method.
-
-        Raises:
-            InvalidRequestError: the model has no layer above the check layer.
-        """
-        require(
-            self.check_layer + 1 < model.config.layers,
-            f"check_layer must be below {model.config.layers - 1}, the model's last layer,"
-            f" not {self.check_layer}",
-            NAME,
-        )
+        """Return the method; see ``require_layer_above`` for errors."""
+        require_layer_above(self.check_layer, model, NAME)
         return self
 
     def recomputed(self, copied: int) -> int:

@@ -28,7 +28,7 @@ from midfill.kv.donor_index import CachedText, DonorSpan
 from midfill.kv.token_runs import TokenRun, find_runs
 from midfill.methods.budget import require
 from midfill.methods.reuse.attention import head_weights
-from midfill.methods.reuse.method import LayerKV
+from midfill.methods.reuse.method import LayerKV, require_layer_above
 from midfill.methods.reuse.sequence import BlendedSequence, Donors, ReuseKind
 from midfill.methods.sequence_method import Admitted, RequestFacts, SequenceMethod, SequenceView
 from midfill.methods.served_model import ServedModel
@@ -89,17 +89,8 @@ class KVShare:
         require(self.score in _SCORES, f"score must be one of {names}, not {self.score!r}", NAME)
 
     def for_model(self, model: ServedModel) -> "KVShare":
-        """Return the method.
-
-        Raises:
-            InvalidRequestError: the model has no layer above the check layer.
-        """
-        require(
-            self.check_layer + 1 < model.config.layers,
-            f"check_layer must be below {model.config.layers - 1}, the model's last layer,"
-            f" not {self.check_layer}",
-            NAME,
-        )
+        """Return the method; see ``require_layer_above`` for errors."""
+        require_layer_above(self.check_layer, model, NAME)
         return self
 
     def attach(self, name: str, request: RequestFacts, shared: ReuseKind) -> BlendedSequence | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from midfill.arrays import Float32Array, Int64Array
+from midfill.methods.budget import require
+from midfill.methods.served_model import ServedModel
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,22 @@ class ReuseMethod(Protocol):
         Returns:
             [n] int64, ascending.
         """
+
+
+def require_layer_above(check_layer: int, model: ServedModel, method: str) -> None:
+    """Refuse a check layer that no other layer of a model is above.
+
+    Args:
+        check_layer: the last layer that every row is computed through, from 0.
+        model: to serve.
+        method: name that the message begins with.
+
+    Raises:
+        InvalidRequestError: it is the last layer, or there is no such layer.
+    """
+    last = model.config.layers - 1
+    require(
+        check_layer < last,
+        f"check_layer must be below {last}, the model's last layer, not {check_layer}",
+        method,
+    )

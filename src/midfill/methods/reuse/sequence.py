@@ -50,7 +50,17 @@ from midfill.runners.forward.runner import Runner
 
 _MIN_SAVED_ROWS = 32  # a prompt is blended if that saves so many rows through all layers, or more
 _MAX_ROWS = 512
-_State = TypeVar("_State")
+
+
+class ReuseState(Protocol):
+    """What a method remembers between its sequences."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory, in bytes."""
+
+
+_State = TypeVar("_State", bound=ReuseState)
 
 
 @dataclass
@@ -380,7 +390,7 @@ class ReuseKind(PlainLengths):
         self.pool = pool
         self.branches = Branches(pool.cache)
         self._donors: DonorIndex | None = None
-        self._states: dict[Hashable, object] = {}
+        self._states: dict[Hashable, ReuseState] = {}
 
     @property
     def donors(self) -> DonorIndex:
@@ -400,7 +410,12 @@ class ReuseKind(PlainLengths):
 
     def state_of(self, method: Hashable, new: Callable[[], _State]) -> _State:
         """Return what a method remembers between its sequences; ``new`` makes it."""
-        state = self._states.setdefault(method, None)
-        if state is None:
-            state = self._states[method] = new()
-        return cast(_State, state)
+        if method not in self._states:
+            self._states[method] = new()
+        return cast(_State, self._states[method])
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the index and of what methods remember, in bytes; KV in slots isn't counted."""
+        index = 0 if self._donors is None else self._donors.nbytes
+        return index + sum(state.nbytes for state in self._states.values())
