@@ -37,6 +37,7 @@ from midfill.models.checkpoints.opening import model_digest, open_model
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan
+from midfill.runners.forward.page_selection import PageRule
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.bench.methods.results import split_specifications
 from midfill_lab.cli.bench.options import JsonOption
@@ -259,11 +260,11 @@ def _at_length(
         reads, method = one.kind.reads, methods[name]
         keys = reads.pairs / reads.rows / heads if reads.rows else float(length + 5)
         summaries = 0
-        if method is not None:
-            pages = length // method.page_rule.page * method.page_rule.page
+        if method is not None and isinstance(rule := method.selection_rule, PageRule):
+            pages = length // rule.page * rule.page
             width = 2 * runner.config.head_dim * runner._kv_cache.keys.itemsize
             heads_kept = runner.config.layers * runner.config.kv_heads
-            summaries = pages // method.page_rule.summary * width * heads_kept
+            summaries = pages // rule.summary * width * heads_kept
         found.append(
             LengthResult(
                 method=name,

@@ -66,6 +66,7 @@ _SMALL = {
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
     "lserve": "budget=192,sinks=4,recent=60",
+    "hip": "k=48,window=24,sinks=4,dense_layers=1",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
 }
 _WHOLE = {
@@ -79,6 +80,7 @@ _WHOLE = {
     "minference": "chunk=64,dense=0,scale=100",
     "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
     "lserve": "budget=512,recent=400",
+    "hip": "k=512,dense_layers=0",
     STREAMING_PREFILL: "sparsity=0,sinks=4,recent=32",
 }
 

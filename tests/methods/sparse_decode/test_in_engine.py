@@ -19,6 +19,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.page_selection import PageRule
+from midfill.runners.forward.tree_search import TreeRule
 from serving import (
     Answer,
     FixedCost,
@@ -35,6 +36,9 @@ THREE = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, lo
 each_method = pytest.mark.parametrize("name", methods_of("decode"))
 PAGES = ChosenPages(PageRule(4, page=16, summary=4), 4)
 """All heads choose, from 64 keys on."""
+TREE = ChosenPages(TreeRule(16, block=2, window=24, sinks=4), 4)
+"""All heads search, from 60 keys on."""
+each_rule = pytest.mark.parametrize("choosing", [PAGES, TREE], ids=["pages", "tree"])
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +177,13 @@ def test_summaries_are_forgotten_with_the_kv_that_they_are_of(runner: CpuRunner)
     assert kind._state.table.used <= 1400 // 4, "only cached pages are still known"
 
 
+@each_rule
 @pytest.mark.parametrize("interval", [1, 3, 4, 7])
-def test_drafts_preemption_and_company_change_no_choice(runner: CpuRunner, interval: int) -> None:
+def test_drafts_preemption_and_company_change_no_choice(
+    runner: CpuRunner, interval: int, choosing: ChosenPages
+) -> None:
     """For intervals that divide no page as well."""
-    method = replace(PAGES, choice_interval=interval)
+    method = replace(choosing, choice_interval=interval)
     prompts = [prompt(length, length) for length in (62, 120, 199)]
     expected = [ask(build_engine(runner, method=method), tokens) for tokens in prompts]
     requests = [request(str(i), tokens, PARAMS) for i, tokens in enumerate(prompts)]
@@ -193,21 +200,25 @@ def test_drafts_preemption_and_company_change_no_choice(runner: CpuRunner, inter
             assert same(answers[str(index), 0], one)
 
 
-def test_rows_choose_once_an_interval(runner: CpuRunner) -> None:
+@each_rule
+def test_rows_choose_once_an_interval(runner: CpuRunner, choosing: ChosenPages) -> None:
     counts = []
     for interval in (1, 4):
-        one = build_engine(runner, method=replace(PAGES, choice_interval=interval))
+        one = build_engine(runner, method=replace(choosing, choice_interval=interval))
         ask(one, prompt(200))
         counts.append(reads(one).choices)
         assert reads(one).rows == 39
     assert counts == [39, 10]
 
 
-def test_pages_read_are_constant_once_the_text_exceeds_the_budget(llama: Checkpoint) -> None:
+@each_rule
+def test_pages_read_are_constant_once_the_text_exceeds_the_budget(
+    llama: Checkpoint, choosing: ChosenPages
+) -> None:
     runner = torch_runner(llama, slots=1400)
     read = []
     for length in (100, 200, 400, 450):
-        one = build_engine(runner, method=PAGES)
+        one = build_engine(runner, method=choosing)
         ask(one, prompt(length))
         found = reads(one)
         heads = llama.config.layers * llama.config.query_heads
@@ -232,7 +243,7 @@ def test_layers_may_have_no_head_that_chooses_or_none_that_streams(
     """Prompts below the sinks among them; both runners agree."""
     small = small_method("lserve", llama.config)
     assert isinstance(small, SplitPages)
-    method = replace(small, retrieval=retrieval, page_rule=PAGES.page_rule)
+    method = replace(small, retrieval=retrieval, selection_rule=PAGES.selection_rule)
     found = ask(build_engine(runner, method=method), prompt(length))
     expected = ask(build_engine(torch_runner(llama, slots=300), method=method), prompt(length))
     assert found.tokens == expected.tokens

@@ -27,7 +27,7 @@ from midfill.methods.evict.streaming_heads import (
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_decode.method import ChosenPages, PageChoice, SparseDecodeMethod
 from midfill.models.config import ModelConfig
-from midfill.runners.forward.page_selection import PageRule
+from midfill.runners.forward.page_selection import PageRule, SelectionRule
 
 NAME = "lserve"
 PAGE, SUMMARY = 64, 16
@@ -69,18 +69,18 @@ class LServe:
         return StreamingRule(self.sinks, self.recent)
 
     @property
-    def page_rule(self) -> PageRule:
+    def selection_rule(self) -> PageRule:
         """What the other heads read."""
         return PageRule(self.budget // PAGE, PAGE, SUMMARY)
 
     def for_model(self, model: ServedModel) -> "SparseDecodeMethod":
         """See ``ModelSpecific.for_model``."""
         if not self.static:
-            return ChosenPages(self.page_rule, self.interval)
+            return ChosenPages(self.selection_rule, self.interval)
         refuse_windows(NAME, model.config)
         gates = load_tables(duoattention.NAME, duoattention.VERSION, model)["gates"]
         retrieval = tuple(duoattention.retrieval_heads(gates, self.static).tolist())
-        return SplitPages(self.streaming_rule, retrieval, self.page_rule, self.interval)
+        return SplitPages(self.streaming_rule, retrieval, self.selection_rule, self.interval)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class SplitPages(HeadSplit):
     """Heads that stream, and others that choose pages; implements ``SparseDecodeMethod``, too.
 
     Attributes:
-        page_rule, choice_interval, page_choice: see ``SparseDecodeMethod``.
+        selection_rule, choice_interval, page_choice: see ``SparseDecodeMethod``.
     """
 
-    page_rule: PageRule
+    selection_rule: SelectionRule
     choice_interval: int
     page_choice: PageChoice | None = None
 

@@ -8,10 +8,17 @@ import numpy as np
 from midfill.arrays import Int32Array, Int64Array
 from midfill.kernels.cpu.attention_parts import SelectorTable
 from midfill.kernels.cpu.kv_cache import KVArray
-from midfill.kernels.cpu.parts.page_selector import RECORD_FIELDS
+from midfill.kernels.cpu.parts.page_selector import (
+    BY_CENTRED_TREE,
+    BY_PAGES,
+    BY_TREE,
+    RECORD_FIELDS,
+)
+from midfill.kernels.cpu.parts.tree_search import TREE_NODES, TREE_SCORES
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import SpanLists
-from midfill.runners.forward.page_selection import PageSelection
+from midfill.runners.forward.page_selection import PageRule, PageSelection
+from midfill.runners.forward.tree_search import TreeRule
 
 
 class PackedSelections(NamedTuple):
@@ -21,7 +28,7 @@ class PackedSelections(NamedTuple):
         first: int32 [requests], where each request's record starts, -1 if it has none.
         numbers: int32, the records.
         scores: how many scores of pages they make.
-        lists: room for the lists of all rows; every list has as many spans as pages are read.
+        lists: room for the lists of all rows, of as many spans each as a rule's rows read at most.
         selections: those that there are, with the place of their choices in ``numbers``.
     """
 
@@ -76,7 +83,7 @@ def pack_selections(
         present.append((selection, at + chosen_at))
         at += len(record)
         scores += int(record[3]) * config.query_heads * int(record[5])
-        spans += [selection.rule.pages] * selection.pairs.size
+        spans += [selection.rule.spans] * selection.pairs.size
     indptr = np.zeros(len(spans) + 1, np.int32)
     np.cumsum(spans, out=indptr[1:])
     lists = SpanLists(indptr, np.zeros((int(indptr[-1]), 2), np.int32))
@@ -89,18 +96,27 @@ def _record(
     config: ModelConfig, selection: PageSelection, seen: int, scores_at: int
 ) -> tuple[Int32Array, int]:
     """Return a request's record, and where in it the choices start; see ``page_selector``."""
-    rule = selection.rule
+    rule, choices = selection.rule, len(selection.made_by)
+    if isinstance(rule, PageRule):
+        kind, window, size, scores, nodes = BY_PAGES, 0, rule.page, rule.newest(seen), 0
+    else:
+        assert isinstance(rule, TreeRule)
+        kind = BY_CENTRED_TREE if rule.centre else BY_TREE
+        window, size, scores = rule.window, rule.block, TREE_SCORES * rule.blocks
+        searches = choices * config.query_heads if (selection.made_by >= 0).any() else 0
+        nodes = searches * rule.blocks * TREE_NODES
     arrays = (
         selection.heads.astype(np.int32).reshape(-1),
         selection.of_row,
         selection.made_by,
         selection.entries,
         selection.missing,
+        np.zeros(nodes, np.int32),
         selection.chosen.reshape(-1),
     )
     places = np.cumsum([RECORD_FIELDS, *(len(array) for array in arrays[:-1])]).tolist()
     fields = (
-        rule.summary, rule.page, rule.pages, len(selection.made_by), len(selection.missing),
-        rule.newest(seen), *places, scores_at,
+        rule.summary, size, rule.width, choices, len(selection.missing), scores, *places,
+        scores_at, kind, rule.sinks, window,
     )  # fmt: skip
     return np.concatenate((np.array(fields, np.int32), *arrays)), places[-1]

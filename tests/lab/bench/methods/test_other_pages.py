@@ -19,19 +19,19 @@ OWN = ChosenPages(PageRule(5, 64, 16), 4)
 def test_as_many_pages_are_read_the_newest_among_them(make) -> None:  # type: ignore[no-untyped-def]
     method = make(OWN)
     assert method.page_choice is not None
-    chosen = method.page_choice(CONFIG, OWN.page_rule, 64 * 20 + 1)
+    chosen = method.page_choice(CONFIG, OWN.selection_rule, 64 * 20 + 1)
     assert chosen.shape == (CONFIG.layers, CONFIG.query_heads, 5)
     assert (chosen[..., 0] == 20).all()
     assert (np.diff(chosen[..., 1:], axis=-1) > 0).all()
     assert chosen[..., 1:].min() >= 0
     assert chosen[..., 1:].max() < 20
-    again = make(OWN).page_choice(CONFIG, OWN.page_rule, 64 * 20 + 1)
+    again = make(OWN).page_choice(CONFIG, OWN.selection_rule, 64 * 20 + 1)
     assert np.array_equal(chosen, again), "what is drawn follows from the position"
 
 
 def test_recent_pages_are_the_last_and_random_ones_differ_by_head() -> None:
     recent, drawn = (
-        make(OWN).page_choice(CONFIG, OWN.page_rule, 64 * 20)  # type: ignore[misc]
+        make(OWN).page_choice(CONFIG, OWN.selection_rule, 64 * 20)  # type: ignore[misc]
         for make in (recent_pages, random_pages)
     )
     assert (recent == [19, 15, 16, 17, 18]).all()

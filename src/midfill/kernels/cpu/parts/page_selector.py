@@ -2,7 +2,9 @@
 
 The plain form of it, which torch runs, is ``runners.forward.page_selection``. Three phases: threads
 share the pages that have no summary yet (page_summaries.py), then the pages that are scored, then
-the query heads, each of which takes the best pages of its scores and writes its rows' lists.
+the query heads, each of which takes the best pages of its scores and writes its rows' lists. Where
+blocks are found by a tree search (tree_search.py), the second phase's units are the searches, which
+need no summaries and choose at once.
 
 A request's record in ``SelectorTable.numbers`` has the fields below, then what they point at:
 
@@ -11,6 +13,7 @@ A request's record in ``SelectorTable.numbers`` has the fields below, then what 
     made_by   [choices], the row whose query makes it; -1 if it was made before
     entries   [n], which summaries the request's pages have
     missing   [n], places in ``entries`` of those that are written first
+    nodes     [choices, query_heads, pages - 1, TREE_NODES] of tree searches
     chosen    [choices, layers, query_heads, pages], see ``PageSelection``
 """
 
@@ -41,17 +44,22 @@ from midfill.kernels.cpu.parts.page_summaries import (
     summarize_keys,
     summary_at,
 )
+from midfill.kernels.cpu.parts.tree_search import TREE_NODES, search_tree
 from midfill.kernels.cpu.ragged_cells import HeadKeys, find_keys
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
 (
     SUMMARY, PAGE, PAGES, CHOICES, MISSING, MOST_PAGES, HEADS_AT, OF_ROW_AT, MADE_BY_AT, ENTRIES_AT,
-    MISSING_AT, CHOSEN_AT, SCORES_AT,
-) = range(13)  # fmt: skip
-RECORD_FIELDS = 13
-"""Keys per summary and per page; pages that a row reads, its newest included; numbers of choices,
-of missing summaries and of pages that are scored at most; places of the arrays in the record;
-place of the request's scores, [choices, query_heads, MOST_PAGES], in ``SelectorTable.scores``."""
+    MISSING_AT, NODES_AT, CHOSEN_AT, SCORES_AT, RULE, SINKS, WINDOW,
+) = range(17)  # fmt: skip
+RECORD_FIELDS = 17
+"""Keys per summary and per page; numbers of a choice (of pages, those that a row reads, its newest
+included), of choices, of missing summaries and of pages that are scored at most, or of scores that
+a search needs; places of the arrays in the record; place of the request's scores,
+[choices, query_heads, MOST_PAGES], in ``SelectorTable.scores``; how pages are chosen; of a tree
+search, how many first and last keys are read in any case."""
+BY_PAGES, BY_TREE, BY_CENTRED_TREE = range(3)
+"""Rules: the best pages; a search by the first block of each node, or by its centre."""
 
 SCORED_PAGES = 32
 """Pages of a unit of work."""
@@ -77,6 +85,12 @@ def _seen(parts: AttentionParts, request: int, head: HeadKeys, row: int) -> int:
     return head.cells + int(parts.visible[visible_at + row])
 
 
+@inlined_kernel
+def _searches(parts: AttentionParts, request: int) -> bool:
+    """Return whether a request's pages are found by a tree search."""
+    return bool(parts.selector.numbers[parts.selector.first[request] + RULE] != BY_PAGES)
+
+
 @kernel
 def _units(parts: AttentionParts, request: int, phase: int, heads: AttentionHeads) -> int:
     """Return how many units of work a request has in a phase."""
@@ -89,6 +103,8 @@ def _units(parts: AttentionParts, request: int, phase: int, heads: AttentionHead
         return 0
     if phase == _SUMMARIZE:
         return int(numbers[record + MISSING]) * heads.kv_heads
+    if _searches(parts, request):
+        return int(numbers[record + CHOICES]) * heads.query_heads
     blocks = (int(numbers[record + MOST_PAGES]) + SCORED_PAGES - 1) // SCORED_PAGES
     return int(numbers[record + CHOICES]) * heads.kv_heads * blocks
 
@@ -150,6 +166,62 @@ def _score(
                     scores[place] = found
 
 
+@inlined_kernel
+def _choice_at(
+    parts: AttentionParts, kv: LayerKV, record: int, choice: int, query_head: int,
+    heads: AttentionHeads,
+) -> int:  # fmt: skip
+    """Return where a layer's and query head's choice starts in the numbers."""
+    numbers = parts.selector.numbers
+    layer = kv.first_entry // (kv.slots * heads.kv_heads)
+    layers = int(numbers[record + OF_ROW_AT] - numbers[record + HEADS_AT]) // heads.kv_heads
+    place = (choice * layers + layer) * heads.query_heads + query_head
+    return record + int(numbers[record + CHOSEN_AT]) + place * int(numbers[record + PAGES])
+
+
+@kernel
+def _choose_all(parts: AttentionParts, chosen_at: int, pages: int) -> None:
+    """Write the choice of a row that reads all of its keys."""
+    numbers = parts.selector.numbers
+    numbers[chosen_at] = np.int32(0)
+    for i in range(1, pages):
+        numbers[chosen_at + i] = np.int32(-1)
+
+
+@kernel
+def _search(
+    parts: AttentionParts, kv: LayerKV, request: int, unit: int, heads: AttentionHeads,
+    queries: Queries,
+) -> None:  # fmt: skip
+    """Make a choice of one query head by a tree search."""
+    record, numbers = int(parts.selector.first[request]), parts.selector.numbers
+    query_head, choice = unit % heads.query_heads, unit // heads.query_heads
+    row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
+    if row < 0:
+        return
+    head = _request_keys(parts, kv, request, query_head // heads.group)
+    chooses = numbers[record + numbers[record + HEADS_AT] + head.base // kv.slots] != 0
+    pages, size = int(numbers[record + PAGES]), int(numbers[record + PAGE])
+    sinks, chosen_at = (
+        int(numbers[record + SINKS]),
+        _choice_at(parts, kv, record, choice, query_head, heads),
+    )
+    end = _seen(parts, request, head, row) - int(numbers[record + WINDOW])
+    if not chooses or end - sinks <= (pages - 1) * size:
+        _choose_all(parts, chosen_at, pages)
+        return
+    numbers[chosen_at] = np.int32(end)
+    query_row = int(parts.requests[request * REQUEST_FIELDS + FIRST_ROW]) + row
+    query_at = query_row * queries.stride + query_head * heads.head_dim
+    nodes_at = record + int(numbers[record + NODES_AT]) + unit * TREE_NODES * (pages - 1)
+    scores_at = int(numbers[record + SCORES_AT]) + unit * int(numbers[record + MOST_PAGES])
+    centre = int(numbers[record + RULE] == BY_CENTRED_TREE)
+    search_tree(
+        parts, kv, head, queries.values, query_at, heads.head_dim, sinks, end, size, pages - 1,
+        centre, nodes_at, scores_at, chosen_at + 1,
+    )  # fmt: skip
+
+
 @kernel
 def _worst(parts: AttentionParts, scores_at: int, chosen_at: int, count: int) -> int:
     """Return which of the chosen pages has the lowest score; of equal ones the last."""
@@ -187,27 +259,22 @@ def _list(
     record, numbers = int(parts.selector.first[request]), parts.selector.numbers
     head = _request_keys(parts, kv, request, query_head // heads.group)
     pages, page_size = int(numbers[record + PAGES]), int(numbers[record + PAGE])
-    layer = kv.first_entry // (kv.slots * heads.kv_heads)
-    layers = int(numbers[record + OF_ROW_AT] - numbers[record + HEADS_AT]) // heads.kv_heads
     chooses = numbers[record + numbers[record + HEADS_AT] + head.base // kv.slots] != 0
-    most, chosen_at = int(numbers[record + MOST_PAGES]), record + int(numbers[record + CHOSEN_AT])
-    stride = layers * heads.query_heads * pages
-    chosen_at += (layer * heads.query_heads + query_head) * pages
-    if heads.window <= 0:
+    most, by_pages = int(numbers[record + MOST_PAGES]), numbers[record + RULE] == BY_PAGES
+    sinks = int(numbers[record + SINKS])
+    if heads.window <= 0 and by_pages:
         for choice in range(int(numbers[record + CHOICES])):
             row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
             if row < 0:
                 continue
-            at = chosen_at + choice * stride
+            at = _choice_at(parts, kv, record, choice, query_head, heads)
             newest = (_seen(parts, request, head, row) - 1) // page_size
             if chooses and newest >= pages:
                 scores_at = int(numbers[record + SCORES_AT])
                 scores_at += (choice * heads.query_heads + query_head) * most
                 _choose(parts, scores_at, newest, pages, at)
             else:
-                numbers[at] = np.int32(0)
-                for i in range(1, pages):
-                    numbers[at + i] = np.int32(-1)
+                _choose_all(parts, at, pages)
     unit = int(parts.requests[request * REQUEST_FIELDS + LISTS]) + query_head
     for row in range(int(parts.requests[request * REQUEST_FIELDS + ROWS])):
         span = int(parts.indptr[unit + row * heads.query_heads])
@@ -217,13 +284,18 @@ def _list(
             tail = max(_seen(parts, request, head, row) - int(heads.window), 0)
         else:
             choice = int(numbers[record + numbers[record + OF_ROW_AT] + row])
-            at = chosen_at + choice * stride
-            tail = int(numbers[at]) * page_size
+            at = _choice_at(parts, kv, record, choice, query_head, heads)
+            tail = int(numbers[at]) * (page_size if by_pages else 1)
+            if sinks > 0 and tail > 0:
+                parts.spans[2 * span] = np.int32(0)
+                parts.spans[2 * span + 1] = np.int32(sinks)
+                span += 1
             for i in range(1, pages):
                 page = int(numbers[at + i])
                 if page >= 0:
-                    parts.spans[2 * span] = np.int32(page * page_size)
-                    parts.spans[2 * span + 1] = np.int32((page + 1) * page_size)
+                    start = sinks + page * page_size
+                    parts.spans[2 * span] = np.int32(start)
+                    parts.spans[2 * span + 1] = np.int32(min(start + page_size, tail))
                     span += 1
         parts.spans[2 * span] = np.int32(tail)
         parts.spans[2 * span + 1] = np.int32(ALL)
@@ -258,6 +330,8 @@ def select_pages(
                 break
             if phase == _SUMMARIZE:
                 _summarize(parts, kv, request, unit, heads)
+            elif phase == _SCORE and _searches(parts, request):
+                _search(parts, kv, request, unit, heads, queries)
             elif phase == _SCORE:
                 _score(parts, kv, request, unit, heads, queries, scratch)
             else:

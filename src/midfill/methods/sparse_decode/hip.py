@@ -1,0 +1,83 @@
+"""HiP: rows read the keys that a tree search finds, the first and the last ones.
+
+Source: Lee et al., "A Training-free Sub-quadratic Cost Transformer Model Serving Framework with
+Hierarchically Pruned Attention", ICLR 2025, arXiv 2406.09827; defaults of the reference's version
+1.1, DeepAuto-AI/hip-attention.
+
+Rows of an answer search in each query head, by their own queries. Where the paper slides the window
+with every row, here it begins where it did at the last search, so that no key falls between the two
+(``runners.forward.tree_search``). Prompts are computed with all keys here, and their KV is shared
+like any other.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from midfill.arrays import BoolArray
+from midfill.methods.budget import require
+from midfill.methods.sparse_decode.method import PageChoice
+from midfill.models.config import ModelConfig
+from midfill.runners.forward.tree_search import TreeRule
+
+REPRESENTATIVES = ("centre", "first")
+
+
+@dataclass(frozen=True)
+class Hip:
+    """The method's hyper-parameters; implements ``SparseDecodeMethod``.
+
+    Attributes:
+        k: keys that a search chooses, a multiple of ``block``; 0 leaves window and sinks.
+        window: last keys that every row reads.
+        sinks: first keys that every row reads.
+        block: keys per block.
+        dense_layers: first layers in which rows read all keys.
+        refresh: rows search anew at positions that are multiples of it.
+        representative: the block that a node is scored by, "centre" or "first".
+    """
+
+    k: int = 512
+    window: int = 256
+    sinks: int = 16
+    block: int = 2
+    dense_layers: int = 3
+    refresh: int = 8
+    representative: str = "centre"
+
+    def __post_init__(self) -> None:
+        require(self.block >= 1, f"block must be at least 1, not {self.block}")
+        require(
+            self.k >= 0 and self.k % self.block == 0,
+            f"k must be a multiple of block, {self.block}, from 0 on, not {self.k}",
+        )
+        require(self.window >= 1, f"window must be at least 1, not {self.window}")
+        require(self.sinks >= 0, f"sinks must be at least 0, not {self.sinks}")
+        require(self.dense_layers >= 0, f"dense_layers must be at least 0, not {self.dense_layers}")
+        require(self.refresh >= 1, f"refresh must be at least 1, not {self.refresh}")
+        require(
+            self.representative in REPRESENTATIVES,
+            f"representative must be centre or first, not {self.representative!r}",
+        )
+
+    @property
+    def selection_rule(self) -> TreeRule:
+        """See ``SparseDecodeMethod``."""
+        centre = self.representative == "centre"
+        return TreeRule(self.k // self.block, self.block, self.window, self.sinks, centre)
+
+    @property
+    def choice_interval(self) -> int:
+        """See ``SparseDecodeMethod``."""
+        return self.refresh
+
+    @property
+    def page_choice(self) -> PageChoice | None:
+        """See ``SparseDecodeMethod``: queries choose."""
+        return None
+
+    def choosing_heads(self, config: ModelConfig) -> BoolArray:
+        """See ``SparseDecodeMethod``: all but those of the first layers."""
+        chooses = np.ones((config.layers, config.kv_heads), bool)
+        chooses[: self.dense_layers] = False
+        return chooses

@@ -1,0 +1,50 @@
+"""HiP: what its options mean, and which are refused."""
+
+import numpy as np
+import pytest
+from fake_keys import CONFIG
+
+from midfill.errors import InvalidRequestError
+from midfill.methods.registry import resolve_method
+from midfill.methods.sparse_decode.hip import Hip
+from midfill.methods.sparse_decode.method import SparseDecodeMethod
+from midfill.runners.forward.tree_search import TreeRule
+
+
+def test_k_is_blocks_and_the_first_layers_are_dense() -> None:
+    method = resolve_method("hip:k=64,block=4,window=32,sinks=8,dense_layers=1,refresh=2")
+    assert isinstance(method, SparseDecodeMethod)
+    assert method.selection_rule == TreeRule(16, 4, 32, 8, centre=True)
+    assert method.choice_interval == 2
+    heads = method.choosing_heads(CONFIG)
+    assert not heads[0].any()
+    assert heads[1:].all()
+
+
+def test_defaults_are_those_of_the_reference() -> None:
+    assert Hip().selection_rule == TreeRule(256, 2, 256, 16, centre=True)
+    assert np.flatnonzero(~Hip(dense_layers=99).choosing_heads(CONFIG)).size == (
+        CONFIG.layers * CONFIG.kv_heads
+    )
+
+
+def test_a_node_may_be_scored_by_its_first_block() -> None:
+    assert not Hip(representative="first").selection_rule.centre
+
+
+@pytest.mark.parametrize(
+    ("specification", "error"),
+    [
+        ("hip:k=5", "k must be a multiple of block, 2, from 0 on, not 5"),
+        ("hip:k=-2", "k must be a multiple of block, 2, from 0 on, not -2"),
+        ("hip:block=0", "block must be at least 1, not 0"),
+        ("hip:window=0", "window must be at least 1, not 0"),
+        ("hip:sinks=-1", "sinks must be at least 0, not -1"),
+        ("hip:dense_layers=-1", "dense_layers must be at least 0, not -1"),
+        ("hip:refresh=0", "refresh must be at least 1, not 0"),
+        ("hip:representative=last", "representative must be centre or first, not 'last'"),
+    ],
+)
+def test_nonsense_is_refused(specification: str, error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error):
+        resolve_method(specification)
