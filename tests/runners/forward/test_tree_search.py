@@ -146,7 +146,7 @@ def test_the_best_are_found_where_neighbours_score_alike() -> None:
     noise = np.mean([recall(rng.normal(size=blocks), kept) for _ in range(8)])
     chance = kept / blocks
     print(f"\nrecall in white noise {noise:.3f}, at random {chance:.3f}")
-    assert noise < 0.15
+    assert noise < 5 * chance
 
 
 def test_representatives_differ() -> None:
