@@ -1,35 +1,38 @@
 """HiP: what its options mean, and which are refused."""
 
-import numpy as np
 import pytest
 from fake_keys import CONFIG
 
 from midfill.errors import InvalidRequestError
 from midfill.methods.registry import resolve_method
+from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_decode.hip import Hip
-from midfill.methods.sparse_decode.method import SparseDecodeMethod
+from midfill.methods.sparse_decode.method import ChosenPages
 from midfill.runners.forward.tree_search import TreeRule
+
+MODEL = ServedModel(config=CONFIG, digest="d")
 
 
 def test_k_is_blocks_and_the_first_layers_are_dense() -> None:
     method = resolve_method("hip:k=64,block=4,window=32,sinks=8,dense_layers=1,refresh=2")
-    assert isinstance(method, SparseDecodeMethod)
-    assert method.selection_rule == TreeRule(16, 4, 32, 8, centre=True)
-    assert method.choice_interval == 2
-    heads = method.choosing_heads(CONFIG)
+    assert isinstance(method, Hip)
+    ready = method.for_model(MODEL)
+    assert ready == ChosenPages(TreeRule(16, 4, 32, 8, centre=True), 2, dense_layers=1)
+    heads = ready.choosing_heads(CONFIG)
     assert not heads[0].any()
     assert heads[1:].all()
 
 
 def test_defaults_are_those_of_the_reference() -> None:
-    assert Hip().selection_rule == TreeRule(256, 2, 256, 16, centre=True)
-    assert np.flatnonzero(~Hip(dense_layers=99).choosing_heads(CONFIG)).size == (
-        CONFIG.layers * CONFIG.kv_heads
-    )
+    assert Hip().for_model(MODEL) == ChosenPages(TreeRule(256, 2, 256, 16), 8, dense_layers=3)
+
+
+def test_all_layers_may_be_dense() -> None:
+    assert not Hip(dense_layers=99).for_model(MODEL).choosing_heads(CONFIG).any()
 
 
 def test_a_node_may_be_scored_by_its_first_block() -> None:
-    assert not Hip(representative="first").selection_rule.centre
+    assert not Hip(representative="first").tree_rule.centre
 
 
 @pytest.mark.parametrize(

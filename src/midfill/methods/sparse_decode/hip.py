@@ -12,12 +12,9 @@ like any other.
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from midfill.arrays import BoolArray
 from midfill.methods.budget import require
-from midfill.methods.sparse_decode.method import PageChoice
-from midfill.models.config import ModelConfig
+from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_decode.method import ChosenPages
 from midfill.runners.forward.tree_search import TreeRule
 
 REPRESENTATIVES = ("centre", "first")
@@ -25,7 +22,7 @@ REPRESENTATIVES = ("centre", "first")
 
 @dataclass(frozen=True)
 class Hip:
-    """The method's hyper-parameters; implements ``SparseDecodeMethod``.
+    """The method's hyper-parameters.
 
     Attributes:
         k: keys that a search chooses, a multiple of ``block``; 0 leaves window and sinks.
@@ -61,23 +58,11 @@ class Hip:
         )
 
     @property
-    def selection_rule(self) -> TreeRule:
-        """See ``SparseDecodeMethod``."""
+    def tree_rule(self) -> TreeRule:
+        """What rows read, and how they search."""
         centre = self.representative == "centre"
         return TreeRule(self.k // self.block, self.block, self.window, self.sinks, centre)
 
-    @property
-    def choice_interval(self) -> int:
-        """See ``SparseDecodeMethod``."""
-        return self.refresh
-
-    @property
-    def page_choice(self) -> PageChoice | None:
-        """See ``SparseDecodeMethod``: queries choose."""
-        return None
-
-    def choosing_heads(self, config: ModelConfig) -> BoolArray:
-        """See ``SparseDecodeMethod``: all but those of the first layers."""
-        chooses = np.ones((config.layers, config.kv_heads), bool)
-        chooses[: self.dense_layers] = False
-        return chooses
+    def for_model(self, model: ServedModel) -> ChosenPages:
+        """See ``ModelSpecific.for_model``."""
+        return ChosenPages(self.tree_rule, self.refresh, dense_layers=self.dense_layers)

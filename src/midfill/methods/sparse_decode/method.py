@@ -42,16 +42,20 @@ class SparseDecodeMethod(Protocol):
 
 @dataclass(frozen=True)
 class ChosenPages:
-    """Implements ``SparseDecodeMethod`` for heads that all choose.
+    """Implements ``SparseDecodeMethod`` for heads that all choose, but for those of first layers.
 
     Attributes:
         selection_rule, choice_interval, page_choice: see there.
+        dense_layers: first layers whose heads read all keys.
     """
 
     selection_rule: SelectionRule
     choice_interval: int
     page_choice: PageChoice | None = None
+    dense_layers: int = 0
 
     def choosing_heads(self, config: ModelConfig) -> BoolArray:
         """See ``SparseDecodeMethod``."""
-        return np.ones((config.layers, config.kv_heads), bool)
+        chooses = np.ones((config.layers, config.kv_heads), bool)
+        chooses[: self.dense_layers] = False
+        return chooses

@@ -6,6 +6,7 @@ from fake_keys import CONFIG
 
 from midfill.methods.sparse_decode.method import ChosenPages
 from midfill.runners.forward.page_selection import PageRule
+from midfill.runners.forward.tree_search import TreeRule
 from midfill_lab.bench.methods.other_pages import (
     random_pages,
     recent_pages,
@@ -40,3 +41,15 @@ def test_recent_pages_are_the_last_and_random_ones_differ_by_head() -> None:
 
 def test_whole_pages_have_one_summary_each() -> None:
     assert whole_page_summaries(OWN) == ChosenPages(PageRule(5, 64, 64), 4)
+
+
+@pytest.mark.parametrize("make", [random_pages, recent_pages])
+def test_blocks_of_a_tree_search_lie_between_sinks_and_window(make) -> None:  # type: ignore[no-untyped-def]
+    rule = TreeRule(4, block=2, window=10, sinks=3)
+    method = make(ChosenPages(rule, 4, dense_layers=1))
+    chosen = method.page_choice(CONFIG, rule, 100)
+    assert chosen.shape == (CONFIG.layers, CONFIG.query_heads, 5)
+    assert (chosen[..., 0] == 90).all()
+    assert (np.diff(chosen[..., 1:], axis=-1) > 0).all()
+    assert chosen[..., 1:].min() >= 0
+    assert chosen[..., 1:].max() < rule.candidates(100) == 44

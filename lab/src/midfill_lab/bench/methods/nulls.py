@@ -397,6 +397,10 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         "recent pages": _pages(other_pages.recent_pages),
         "summaries of whole pages": _pages(other_pages.whole_page_summaries),
     },
+    "hip": {
+        "blocks at random": _pages(other_pages.random_pages),
+        "recent blocks": _pages(other_pages.recent_pages),
+    },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block
 by block, so nothing can be spent otherwise at the prompt's end: it has none."""
