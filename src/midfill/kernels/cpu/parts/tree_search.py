@@ -4,6 +4,8 @@ One thread searches for a query head, and reads the keys themselves. The nodes o
 the request's record, as starts and lengths, in order: room for twice as many as are kept.
 """
 
+from typing import Any
+
 import numpy as np
 
 from midfill.kernels.cpu.attention_parts import AttentionParts
@@ -22,8 +24,8 @@ TREE_NODES, TREE_SCORES = 4, 4
 def block_score(
     parts: AttentionParts, kv: LayerKV, head: HeadKeys, query: Float32Array, query_at: int,
     dim: int, first: int, end: int,
-) -> float:  # fmt: skip
-    """Return the most that q.k is for keys first <= i < end of a head, at least one."""
+) -> Any:  # fmt: skip
+    """Return the most that q.k is for keys first <= i < end of a head, at least one: float32."""
     best = np.float32(-np.inf)
     for number in range(first, end):
         key_at = key_cell(parts, head, number) * dim
