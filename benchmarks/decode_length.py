@@ -37,7 +37,6 @@ from midfill.models.checkpoints.opening import model_digest, open_model
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan
-from midfill.runners.forward.page_selection import PageRule
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.bench.methods.results import split_specifications
 from midfill_lab.cli.bench.options import JsonOption
@@ -260,11 +259,10 @@ def _at_length(
         reads, method = one.kind.reads, methods[name]
         keys = reads.pairs / reads.rows / heads if reads.rows else float(length + 5)
         summaries = 0
-        if method is not None and isinstance(rule := method.selection_rule, PageRule):
-            pages = length // rule.page * rule.page
+        if method is not None:
             width = 2 * runner.config.head_dim * runner._kv_cache.keys.itemsize
             heads_kept = runner.config.layers * runner.config.kv_heads
-            summaries = pages // rule.summary * width * heads_kept
+            summaries = method.selection_rule.summaries(length + 1) * width * heads_kept
         found.append(
             LengthResult(
                 method=name,

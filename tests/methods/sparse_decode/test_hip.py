@@ -8,6 +8,7 @@ from midfill.methods.registry import resolve_method
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_decode.hip import Hip
 from midfill.methods.sparse_decode.method import ChosenPages
+from midfill.runners.forward.page_selection import Search
 from midfill.runners.forward.tree_search import TreeRule
 
 MODEL = ServedModel(config=CONFIG, digest="d")
@@ -17,7 +18,7 @@ def test_k_is_blocks_and_the_first_layers_are_dense() -> None:
     method = resolve_method("hip:k=64,block=4,window=32,sinks=8,dense_layers=1,refresh=2")
     assert isinstance(method, Hip)
     ready = method.for_model(MODEL)
-    assert ready == ChosenPages(TreeRule(16, 4, 32, 8, centre=True), 2, dense_layers=1)
+    assert ready == ChosenPages(TreeRule(16, 4, 32, 8, Search.CENTRES), 2, dense_layers=1)
     heads = ready.choosing_heads(CONFIG)
     assert not heads[0].any()
     assert heads[1:].all()
@@ -32,7 +33,7 @@ def test_all_layers_may_be_dense() -> None:
 
 
 def test_a_node_may_be_scored_by_its_first_block() -> None:
-    assert not Hip(representative="first").tree_rule.centre
+    assert Hip(representative="first").tree_rule.search is Search.FIRSTS
 
 
 @pytest.mark.parametrize(

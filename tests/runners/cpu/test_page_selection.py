@@ -18,6 +18,7 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.page_selection import (
     PageRule,
     PageSelection,
+    Search,
     SelectionRule,
 )
 from midfill.runners.forward.runner import Runner
@@ -137,7 +138,8 @@ class TestTheKernelsAgreeWithTheReference:
         "rule",
         [
             TREE,
-            replace(TREE, centre=False),
+            replace(TREE, search=Search.FIRSTS),
+            replace(TREE, search=Search.EVERY_KEY),
             replace(TREE, blocks=13, block=3, sinks=0),
             replace(TREE, block=1),
             replace(TREE, blocks=0),
@@ -344,6 +346,7 @@ class TestRefused:
             (replace(fits, rule=PageRule(4, 16, 5)), "whole summaries"),
             (replace(fits, rule=TreeRule(4, window=0)), "needs a window"),
             (replace(fits, rule=TreeRule(-1)), "needs a window and blocks"),
+            (replace(fits, rule=TreeRule(4, search=Search.SUMMARIES)), "no summaries"),
             (replace(fits, chosen=fits.chosen[:, :1]), "another model"),
             (replace(fits, of_row=fits.of_row[:1]), "1 rows, not 2"),
             (replace(fits, of_row=fits.of_row + 1), "choices 0 to 0"),

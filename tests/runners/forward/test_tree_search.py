@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.runners.forward.page_selection import chosen_keys, select_from_keys
+from midfill.runners.forward.page_selection import Search, chosen_keys, select_from_keys
 from midfill.runners.forward.tree_search import TreeRule, search_blocks
 
 DIM = 8
 RULE = TreeRule(blocks=64, block=2, window=100, sinks=16)
 LENGTHS = [600, 1000, 1023, 1024, 4097]
+SEARCHES = [Search.CENTRES, Search.FIRSTS, Search.EVERY_KEY]
 
 
 def whole_numbers(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,6 +29,17 @@ def looped(query: np.ndarray, keys: np.ndarray, rule: TreeRule) -> list[int]:
     if end - rule.sinks <= rule.blocks * rule.block:
         return [0] + [-1] * rule.blocks
     count = math.ceil((end - rule.sinks) / rule.block)
+
+    def score(block: int) -> float:
+        first = rule.sinks + block * rule.block
+        return max(
+            sum(float(query[c]) * float(keys[i, c]) for c in range(DIM))
+            for i in range(first, min(first + rule.block, end))
+        )
+
+    if rule.search is Search.EVERY_KEY:
+        best = sorted((-score(block), block) for block in range(count))[: rule.blocks]
+        return [end, *sorted(block for _, block in best)]
     bounds = [j * count // max(rule.blocks, 1) for j in range(rule.blocks + 1)]
     nodes = [(bounds[j], bounds[j + 1] - bounds[j]) for j in range(rule.blocks)]
     while any(length > 1 for _, length in nodes):
@@ -39,33 +51,28 @@ def looped(query: np.ndarray, keys: np.ndarray, rule: TreeRule) -> list[int]:
         for start, length in children:
             if length == 0:
                 continue
-            block = start + length // 2 if rule.centre else start
-            first = rule.sinks + block * rule.block
-            score = max(
-                sum(float(query[c]) * float(keys[i, c]) for c in range(DIM))
-                for i in range(first, min(first + rule.block, end))
-            )
-            scored.append((-score, start, length))
+            block = start + length // 2 if rule.search is Search.CENTRES else start
+            scored.append((-score(block), start, length))
         nodes = sorted((start, length) for _, start, length in sorted(scored)[: rule.blocks])
     return [end, *(start for start, _ in nodes)]
 
 
-@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_choice_is_that_of_a_loop(length: int, centre: bool) -> None:
-    rule = TreeRule(blocks=64, block=2, window=100, sinks=16, centre=centre)
+def test_the_choice_is_that_of_a_loop(length: int, search: Search) -> None:
+    rule = TreeRule(blocks=64, block=2, window=100, sinks=16, search=search)
     query, keys = whole_numbers(length, length)
     assert select_from_keys(query, keys, rule).tolist() == looped(query, keys, rule)
 
 
 @given(
     st.integers(0, 10_000), st.integers(1, 150), st.integers(0, 12), st.integers(1, 4),
-    st.integers(1, 30), st.integers(0, 9), st.booleans(),
+    st.integers(1, 30), st.integers(0, 9), st.sampled_from(SEARCHES),
 )  # fmt: skip
 def test_so_it_is_for_all_shapes(
-    seed: int, length: int, blocks: int, block: int, window: int, sinks: int, centre: bool
+    seed: int, length: int, blocks: int, block: int, window: int, sinks: int, search: Search
 ) -> None:
-    rule = TreeRule(blocks, block, window, sinks, centre)
+    rule = TreeRule(blocks, block, window, sinks, search)
     query, keys = whole_numbers(seed, length)
     chosen = select_from_keys(query, keys, rule)
     assert chosen.tolist() == looped(query, keys, rule)
@@ -152,5 +159,5 @@ def test_the_best_are_found_where_neighbours_score_alike() -> None:
 def test_representatives_differ() -> None:
     query, keys = whole_numbers(3, 1500)
     centre = select_from_keys(query, keys, RULE)
-    first = select_from_keys(query, keys, TreeRule(64, 2, 100, 16, centre=False))
+    first = select_from_keys(query, keys, TreeRule(64, 2, 100, 16, Search.FIRSTS))
     assert not np.array_equal(centre, first)

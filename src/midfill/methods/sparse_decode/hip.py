@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from midfill.methods.budget import require
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_decode.method import ChosenPages
+from midfill.runners.forward.page_selection import Search
 from midfill.runners.forward.tree_search import TreeRule
 
-REPRESENTATIVES = ("centre", "first")
+REPRESENTATIVES = {"centre": Search.CENTRES, "first": Search.FIRSTS}
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Hip:
     @property
     def tree_rule(self) -> TreeRule:
         """What rows read, and how they search."""
-        centre = self.representative == "centre"
-        return TreeRule(self.k // self.block, self.block, self.window, self.sinks, centre)
+        search = REPRESENTATIVES[self.representative]
+        return TreeRule(self.k // self.block, self.block, self.window, self.sinks, search)
 
     def for_model(self, model: ServedModel) -> ChosenPages:
         """See ``ModelSpecific.for_model``."""

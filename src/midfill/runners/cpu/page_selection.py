@@ -9,16 +9,25 @@ from midfill.arrays import Int32Array, Int64Array
 from midfill.kernels.cpu.attention_parts import SelectorTable
 from midfill.kernels.cpu.kv_cache import KVArray
 from midfill.kernels.cpu.parts.page_selector import (
-    BY_CENTRED_TREE,
-    BY_PAGES,
-    BY_TREE,
+    BY_CENTRES,
+    BY_EVERY_KEY,
+    BY_FIRSTS,
+    BY_SUMMARIES,
+    CHOICES,
     RECORD_FIELDS,
+    ROOM,
 )
-from midfill.kernels.cpu.parts.tree_search import TREE_NODES, TREE_SCORES
+from midfill.kernels.cpu.parts.tree_search import SEARCH_ROOM
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import SpanLists
-from midfill.runners.forward.page_selection import PageRule, PageSelection
-from midfill.runners.forward.tree_search import TreeRule
+from midfill.runners.forward.page_selection import PageSelection, Search, SelectionRule
+
+_SEARCHES = {
+    Search.SUMMARIES: BY_SUMMARIES,
+    Search.CENTRES: BY_CENTRES,
+    Search.FIRSTS: BY_FIRSTS,
+    Search.EVERY_KEY: BY_EVERY_KEY,
+}
 
 
 class PackedSelections(NamedTuple):
@@ -82,7 +91,7 @@ def pack_selections(
         records.append(record)
         present.append((selection, at + chosen_at))
         at += len(record)
-        scores += int(record[3]) * config.query_heads * int(record[5])
+        scores += int(record[CHOICES]) * config.query_heads * int(record[ROOM])
         spans += [selection.rule.spans] * selection.pairs.size
     indptr = np.zeros(len(spans) + 1, np.int32)
     np.cumsum(spans, out=indptr[1:])
@@ -97,14 +106,9 @@ def _record(
 ) -> tuple[Int32Array, int]:
     """Return a request's record, and where in it the choices start; see ``page_selector``."""
     rule, choices = selection.rule, len(selection.made_by)
-    if isinstance(rule, PageRule):
-        kind, window, size, scores, nodes = BY_PAGES, 0, rule.page, rule.newest(seen), 0
-    else:
-        assert isinstance(rule, TreeRule)
-        kind = BY_CENTRED_TREE if rule.centre else BY_TREE
-        window, size, scores = rule.window, rule.block, TREE_SCORES * rule.blocks
-        searches = choices * config.query_heads if (selection.made_by >= 0).any() else 0
-        nodes = searches * rule.blocks * TREE_NODES
+    room, nodes = _room(rule, seen), 0
+    if rule.search is not Search.SUMMARIES and (selection.made_by >= 0).any():
+        nodes = room * choices * config.query_heads
     arrays = (
         selection.heads.astype(np.int32).reshape(-1),
         selection.of_row,
@@ -116,7 +120,21 @@ def _record(
     )
     places = np.cumsum([RECORD_FIELDS, *(len(array) for array in arrays[:-1])]).tolist()
     fields = (
-        rule.summary, size, rule.width, choices, len(selection.missing), scores, *places,
-        scores_at, kind, rule.sinks, window,
+        rule.summary, rule.page, rule.width, choices, len(selection.missing), room, *places,
+        scores_at, _SEARCHES[rule.search], rule.sinks, rule.window,
     )  # fmt: skip
     return np.concatenate((np.array(fields, np.int32), *arrays)), places[-1]
+
+
+def _room(rule: SelectionRule, seen: int) -> int:
+    """Return how many scores a choice needs in a query head; a search needs as many for its nodes.
+
+    Args:
+        rule: how it is made.
+        seen: the most keys that its row sees in any head.
+    """
+    candidates = rule.candidates(seen)
+    if rule.search is Search.SUMMARIES:
+        return candidates
+    ranked = candidates if rule.search is Search.EVERY_KEY else 2 * (rule.width - 1)
+    return SEARCH_ROOM * ranked

@@ -16,12 +16,26 @@ have in common is a ``SelectionRule``: the rest of a step's machinery knows no m
 """
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from midfill.models.config import ModelConfig
+
+
+class Search(Enum):
+    """How a query finds the pages that it takes: among their summaries, or by keys themselves."""
+
+    SUMMARIES = auto()
+    """All pages are scored by their summaries."""
+    CENTRES = auto()
+    """A tree search, whose nodes are scored by the block at their centre."""
+    FIRSTS = auto()
+    """A tree search, whose nodes are scored by their first block."""
+    EVERY_KEY = auto()
+    """All blocks are scored, each by the best of its keys."""
 
 
 class SelectionRule(Protocol):
@@ -40,8 +54,20 @@ class SelectionRule(Protocol):
         """The most spans of keys that a row reads."""
 
     @property
+    def search(self) -> Search:
+        """How pages are found."""
+
+    @property
+    def page(self) -> int:
+        """Keys per page."""
+
+    @property
     def sinks(self) -> int:
         """First keys that all rows read; pages follow them."""
+
+    @property
+    def window(self) -> int:
+        """Last keys that all rows read; 0 where it is the newest page instead."""
 
     @property
     def summary(self) -> int:
@@ -106,8 +132,18 @@ class PageRule:
         return self.pages
 
     @property
+    def search(self) -> Search:
+        """See ``SelectionRule``."""
+        return Search.SUMMARIES
+
+    @property
     def sinks(self) -> int:
         """See ``SelectionRule``: none."""
+        return 0
+
+    @property
+    def window(self) -> int:
+        """See ``SelectionRule``: the newest page."""
         return 0
 
     def check(self) -> None:

@@ -8,7 +8,8 @@ cut into blocks, from the first on, and the blocks into as many nodes as blocks 
 round halves each node, scores the halves by one block of each, its *representative*, by the most
 that q.k is for any key in it, and keeps the best half of the halves, until nodes are single
 blocks. So a choice of m of n blocks takes at most 2 * m * ceil(log2(n / m)) scores, and keeps
-nothing of the keys from step to step.
+nothing of the keys from step to step. The exact choice, of the best of all n blocks, is there to
+tell what the search misses.
 
 As with pages (``page_selection``), rows that use an earlier choice read everything from its window
 on: no key is lost between the window and the blocks, and rows read a few keys more than the window
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
+from midfill.runners.forward.page_selection import Search
 
 BlockScore = Callable[[Int32Array], Float32Array]
 """Scores blocks by their numbers, [n] int32: [n]."""
@@ -35,14 +37,14 @@ class TreeRule:
         block: keys per block.
         window: last keys that a row reads, its own included; at least 1.
         sinks: first keys that every row reads.
-        centre: whether a node's representative is its centre; otherwise it is its first block.
+        search: how blocks are found, not by summaries.
     """
 
     blocks: int
     block: int = 2
     window: int = 256
     sinks: int = 16
-    centre: bool = True
+    search: Search = Search.CENTRES
 
     @property
     def width(self) -> int:
@@ -55,6 +57,11 @@ class TreeRule:
         return self.blocks + 2
 
     @property
+    def page(self) -> int:
+        """See ``SelectionRule``: a block."""
+        return self.block
+
+    @property
     def summary(self) -> int:
         """See ``SelectionRule``: none."""
         return 0
@@ -63,6 +70,8 @@ class TreeRule:
         """See ``SelectionRule``."""
         if min(self.blocks, self.sinks) < 0 or min(self.block, self.window) < 1:
             raise ValueError(f"{self} needs a window and blocks of at least one key")
+        if self.search is Search.SUMMARIES:
+            raise ValueError(f"{self} has no summaries to search")
 
     def first(self, seen: int) -> int:
         """See ``SelectionRule``: the window's first key."""
@@ -95,7 +104,12 @@ class TreeRule:
             best: Float32Array = np.where(numbers < first, found, -np.inf).max(axis=1)
             return best
 
-        found = search_blocks(scores, candidates, self.blocks, centre=self.centre)
+        if self.search is Search.EVERY_KEY:
+            every = scores(np.arange(candidates, dtype=np.int32))
+            found = np.sort(np.argsort(-every, kind="stable")[: self.blocks])
+        else:
+            centre = self.search is Search.CENTRES
+            found = search_blocks(scores, candidates, self.blocks, centre=centre)
         return np.concatenate(([first], found)).astype(np.int32)
 
 
@@ -106,7 +120,7 @@ def search_blocks(score: BlockScore, candidates: int, kept: int, *, centre: bool
         score: of blocks.
         candidates: how many blocks there are, at least ``kept``.
         kept: how many nodes survive a round. Of equal ones, the first is better.
-        centre: see ``TreeRule``.
+        centre: whether a node's representative is its centre; otherwise it is its first block.
     """
     bounds = np.arange(kept + 1, dtype=np.int64) * candidates // max(kept, 1)
     starts, lengths = bounds[:-1], np.diff(bounds)

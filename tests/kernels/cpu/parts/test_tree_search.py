@@ -7,13 +7,13 @@ from midfill.kernels.cpu.attention_parts import AttentionParts, SelectorTable, n
 from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.parts.tree_search import (
-    TREE_NODES,
-    TREE_SCORES,
+    SEARCH_ROOM,
+    rank_blocks,
     rank_score,
     search_tree,
 )
 from midfill.kernels.cpu.ragged_cells import HeadKeys
-from midfill.runners.forward.page_selection import select_from_keys
+from midfill.runners.forward.page_selection import Search, select_from_keys
 from midfill.runners.forward.tree_search import TreeRule
 
 DIM, SLOTS = 16, 4200
@@ -24,31 +24,36 @@ def searched(query: np.ndarray, keys: np.ndarray, rule: TreeRule) -> list[int]:
     cache = KVCache.allocate(KVCacheDtype.F32, SLOTS, DIM)
     slots = np.random.default_rng(9).permutation(SLOTS)[: len(keys)].astype(np.int32)
     cache.keys.reshape(SLOTS, DIM)[slots] = keys
-    numbers = np.zeros((TREE_NODES + 1) * rule.blocks, np.int32)
-    scores = np.zeros(TREE_SCORES * rule.blocks, np.float32)
+    every = rule.search is Search.EVERY_KEY
+    room = SEARCH_ROOM * (rule.candidates(len(keys)) if every else 2 * rule.blocks)
+    numbers, scores = np.zeros(room + rule.blocks, np.int32), np.zeros(room, np.float32)
     nothing = np.zeros(0, np.int32)
     parts: AttentionParts = no_parts(cache.keys)._replace(
         kv_slots=slots,
         selector=SelectorTable(0, nothing, numbers, cache.keys[:0], 0, scores),
     )
-    chosen_at, end = TREE_NODES * rule.blocks, rule.first(len(keys))
+    end = rule.first(len(keys))
     aligned = aligned_zeros(DIM, np.float32)
     aligned[:] = query
-    search_tree(
+    asked = (
         parts, LayerKV(cache, SLOTS, 0), HeadKeys(0, 0, 0, 0, False), aligned, 0, DIM, rule.sinks,
-        end, rule.block, rule.blocks, int(rule.centre), 0, 0, chosen_at,
+        end, rule.block, rule.blocks,
     )  # fmt: skip
-    return [end, *numbers[chosen_at:].tolist()]
+    if every:
+        rank_blocks(*asked, 0, 0, room)
+    else:
+        search_tree(*asked, int(rule.search is Search.CENTRES), 0, 0, room)
+    return [end, *numbers[room:].tolist()]
 
 
-@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("search", [Search.CENTRES, Search.FIRSTS, Search.EVERY_KEY])
 @pytest.mark.parametrize("length", [600, 1000, 1023, 1024, 4097])
 @pytest.mark.parametrize(("blocks", "block"), [(64, 2), (7, 3), (1, 1)])
 def test_the_choice_is_that_of_the_plain_form(
-    length: int, blocks: int, block: int, centre: bool
+    length: int, blocks: int, block: int, search: Search
 ) -> None:
     """Keys are whole numbers, so that many blocks score the same."""
-    rule = TreeRule(blocks, block, 100, 16, centre)
+    rule = TreeRule(blocks, block, 100, 16, search)
     rng = np.random.default_rng(length)
     query = rng.integers(-8, 9, DIM).astype(np.float32)
     keys = rng.integers(-8, 9, (length, DIM)).astype(np.float32)

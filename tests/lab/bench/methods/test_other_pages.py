@@ -5,12 +5,14 @@ import pytest
 from fake_keys import CONFIG
 
 from midfill.methods.sparse_decode.method import ChosenPages
-from midfill.runners.forward.page_selection import PageRule
+from midfill.runners.forward.page_selection import PageRule, Search
 from midfill.runners.forward.tree_search import TreeRule
 from midfill_lab.bench.methods.other_pages import (
+    every_block_scored,
     random_pages,
     recent_pages,
     whole_page_summaries,
+    whole_pages,
 )
 
 OWN = ChosenPages(PageRule(5, 64, 16), 4)
@@ -53,3 +55,14 @@ def test_blocks_of_a_tree_search_lie_between_sinks_and_window(make) -> None:  # 
     assert (np.diff(chosen[..., 1:], axis=-1) > 0).all()
     assert chosen[..., 1:].min() >= 0
     assert chosen[..., 1:].max() < rule.candidates(100) == 44
+
+
+def test_a_tree_search_may_score_every_block_or_whole_pages_instead() -> None:
+    """As many keys as before, rounded up to pages, of which there are at least two."""
+    own = ChosenPages(TreeRule(128, block=2, window=128, sinks=16), 8, dense_layers=3)
+    assert every_block_scored(own) == ChosenPages(
+        TreeRule(128, 2, 128, 16, Search.EVERY_KEY), 8, dense_layers=3
+    )
+    assert whole_pages(own) == ChosenPages(PageRule(7, 64, 16), 8, dense_layers=3)
+    few = ChosenPages(TreeRule(4, block=2, window=10, sinks=3), 4)
+    assert whole_pages(few) == ChosenPages(PageRule(2, 64, 16), 4)

@@ -400,6 +400,8 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
     "hip": {
         "blocks at random": _pages(other_pages.random_pages),
         "recent blocks": _pages(other_pages.recent_pages),
+        "pages of 64 keys": _pages(other_pages.whole_pages),
+        "every block scored": _pages(other_pages.every_block_scored),
     },
 }
 """What each method is compared with, by what the null spends the budget on. H2O's scores come block

@@ -8,7 +8,8 @@ import numpy as np
 from midfill.arrays import Int32Array
 from midfill.methods.sparse_decode.method import SparseDecodeMethod
 from midfill.models.config import ModelConfig
-from midfill.runners.forward.page_selection import PageRule, SelectionRule
+from midfill.runners.forward.page_selection import PageRule, Search, SelectionRule
+from midfill.runners.forward.tree_search import TreeRule
 
 
 def random_pages(method: SparseDecodeMethod) -> SparseDecodeMethod:
@@ -26,6 +27,22 @@ def whole_page_summaries(method: SparseDecodeMethod) -> SparseDecodeMethod:
     rule = method.selection_rule
     assert isinstance(rule, PageRule)
     return _changed(method, selection_rule=replace(rule, summary=rule.page))
+
+
+def every_block_scored(method: SparseDecodeMethod) -> SparseDecodeMethod:
+    """Return a method that scores all blocks instead of searching: no null, but its goal."""
+    rule = method.selection_rule
+    assert isinstance(rule, TreeRule)
+    return _changed(method, selection_rule=replace(rule, search=Search.EVERY_KEY))
+
+
+def whole_pages(method: SparseDecodeMethod) -> SparseDecodeMethod:
+    """Return a method that reads pages by their summaries, at least as many keys as a search's."""
+    rule = method.selection_rule
+    assert isinstance(rule, TreeRule)
+    keys = rule.sinks + rule.blocks * rule.block + rule.window
+    pages = max(-(-keys // PageRule.page), 2)
+    return _changed(method, selection_rule=PageRule(pages))
 
 
 def _changed(method: SparseDecodeMethod, **fields: object) -> SparseDecodeMethod:

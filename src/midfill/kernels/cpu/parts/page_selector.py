@@ -13,8 +13,8 @@ A request's record in ``SelectorTable.numbers`` has the fields below, then what 
     made_by   [choices], the row whose query makes it; -1 if it was made before
     entries   [n], which summaries the request's pages have
     missing   [n], places in ``entries`` of those that are written first
-    nodes     [choices, query_heads, pages - 1, TREE_NODES] of tree searches
-    chosen    [choices, layers, query_heads, pages], see ``PageSelection``
+    nodes     [choices, query_heads, ROOM], of tree searches alone
+    chosen    [choices, layers, query_heads, WIDTH], see ``PageSelection``
 """
 
 from typing import Any
@@ -44,22 +44,21 @@ from midfill.kernels.cpu.parts.page_summaries import (
     summarize_keys,
     summary_at,
 )
-from midfill.kernels.cpu.parts.tree_search import TREE_NODES, search_tree
+from midfill.kernels.cpu.parts.tree_search import rank_blocks, search_tree
 from midfill.kernels.cpu.ragged_cells import HeadKeys, find_keys
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
 (
-    SUMMARY, PAGE, PAGES, CHOICES, MISSING, MOST_PAGES, HEADS_AT, OF_ROW_AT, MADE_BY_AT, ENTRIES_AT,
-    MISSING_AT, NODES_AT, CHOSEN_AT, SCORES_AT, RULE, SINKS, WINDOW,
+    SUMMARY, PAGE, WIDTH, CHOICES, MISSING, ROOM, HEADS_AT, OF_ROW_AT, MADE_BY_AT, ENTRIES_AT,
+    MISSING_AT, NODES_AT, CHOSEN_AT, SCORES_AT, SEARCH, SINKS, WINDOW,
 ) = range(17)  # fmt: skip
 RECORD_FIELDS = 17
-"""Keys per summary and per page; numbers of a choice (of pages, those that a row reads, its newest
-included), of choices, of missing summaries and of pages that are scored at most, or of scores that
-a search needs; places of the arrays in the record; place of the request's scores,
-[choices, query_heads, MOST_PAGES], in ``SelectorTable.scores``; how pages are chosen; of a tree
-search, how many first and last keys are read in any case."""
-BY_PAGES, BY_TREE, BY_CENTRED_TREE = range(3)
-"""Rules: the best pages; a search by the first block of each node, or by its centre."""
+"""Keys per summary and per page; how many numbers a choice has; how many choices and missing
+summaries there are; how many scores a choice needs in a query head; places of the arrays in the
+record; place of the request's scores, [choices, query_heads, ROOM], in ``SelectorTable.scores``;
+how pages are found; how many first and last keys are read in any case."""
+BY_SUMMARIES, BY_CENTRES, BY_FIRSTS, BY_EVERY_KEY = range(4)
+"""How pages are found: see ``runners.forward.page_selection.Search``."""
 
 SCORED_PAGES = 32
 """Pages of a unit of work."""
@@ -87,8 +86,8 @@ def _seen(parts: AttentionParts, request: int, head: HeadKeys, row: int) -> int:
 
 @inlined_kernel
 def _searches(parts: AttentionParts, request: int) -> bool:
-    """Return whether a request's pages are found by a tree search."""
-    return bool(parts.selector.numbers[parts.selector.first[request] + RULE] != BY_PAGES)
+    """Return whether a request's pages are found by a search of keys."""
+    return bool(parts.selector.numbers[parts.selector.first[request] + SEARCH] != BY_SUMMARIES)
 
 
 @kernel
@@ -105,7 +104,7 @@ def _units(parts: AttentionParts, request: int, phase: int, heads: AttentionHead
         return int(numbers[record + MISSING]) * heads.kv_heads
     if _searches(parts, request):
         return int(numbers[record + CHOICES]) * heads.query_heads
-    blocks = (int(numbers[record + MOST_PAGES]) + SCORED_PAGES - 1) // SCORED_PAGES
+    blocks = (int(numbers[record + ROOM]) + SCORED_PAGES - 1) // SCORED_PAGES
     return int(numbers[record + CHOICES]) * heads.kv_heads * blocks
 
 
@@ -133,8 +132,8 @@ def _score(
 ) -> None:  # fmt: skip
     """Score some pages for one choice and the query heads of one KV head."""
     record, numbers = int(parts.selector.first[request]), parts.selector.numbers
-    most, dim, group = int(numbers[record + MOST_PAGES]), heads.head_dim, heads.group
-    blocks = (most + SCORED_PAGES - 1) // SCORED_PAGES
+    room, dim, group = int(numbers[record + ROOM]), heads.head_dim, heads.group
+    blocks = (room + SCORED_PAGES - 1) // SCORED_PAGES
     block, rest = unit % blocks, unit // blocks
     kv_head, choice = rest % heads.kv_heads, rest // heads.kv_heads
     row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
@@ -143,7 +142,7 @@ def _score(
         return
     size, page_size = int(numbers[record + SUMMARY]), int(numbers[record + PAGE])
     newest = (_seen(parts, request, head, row) - 1) // page_size
-    if newest < int(numbers[record + PAGES]):
+    if newest < int(numbers[record + WIDTH]):
         return  # all keys are read
     query_row = int(parts.requests[request * REQUEST_FIELDS + FIRST_ROW]) + row
     query_at = query_row * queries.stride + kv_head * group * dim
@@ -153,7 +152,7 @@ def _score(
     entries_at = record + int(numbers[record + ENTRIES_AT])
     per_page = page_size // size
     scores_at = int(numbers[record + SCORES_AT])
-    scores_at += (choice * heads.query_heads + kv_head * group) * most
+    scores_at += (choice * heads.query_heads + kv_head * group) * room
     scores, summaries = parts.selector.scores, parts.selector.summaries
     for page in range(block * SCORED_PAGES, min(newest, (block + 1) * SCORED_PAGES)):
         for part in range(per_page):
@@ -161,7 +160,7 @@ def _score(
             load_summary(summaries, summary_at(parts, kv, head, entry, dim), dim, scratch, loaded)
             for g in range(group):
                 found = bound_scores(scratch, g * 2 * dim, loaded, dim)
-                place = scores_at + g * most + page
+                place = scores_at + g * room + page
                 if part == 0 or found > scores[place]:
                     scores[place] = found
 
@@ -176,15 +175,15 @@ def _choice_at(
     layer = kv.first_entry // (kv.slots * heads.kv_heads)
     layers = int(numbers[record + OF_ROW_AT] - numbers[record + HEADS_AT]) // heads.kv_heads
     place = (choice * layers + layer) * heads.query_heads + query_head
-    return record + int(numbers[record + CHOSEN_AT]) + place * int(numbers[record + PAGES])
+    return record + int(numbers[record + CHOSEN_AT]) + place * int(numbers[record + WIDTH])
 
 
 @kernel
-def _choose_all(parts: AttentionParts, chosen_at: int, pages: int) -> None:
+def _choose_all(parts: AttentionParts, chosen_at: int, width: int) -> None:
     """Write the choice of a row that reads all of its keys."""
     numbers = parts.selector.numbers
     numbers[chosen_at] = np.int32(0)
-    for i in range(1, pages):
+    for i in range(1, width):
         numbers[chosen_at + i] = np.int32(-1)
 
 
@@ -193,7 +192,7 @@ def _search(
     parts: AttentionParts, kv: LayerKV, request: int, unit: int, heads: AttentionHeads,
     queries: Queries,
 ) -> None:  # fmt: skip
-    """Make a choice of one query head by a tree search."""
+    """Make a choice of one query head by a search of keys."""
     record, numbers = int(parts.selector.first[request]), parts.selector.numbers
     query_head, choice = unit % heads.query_heads, unit // heads.query_heads
     row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
@@ -201,24 +200,29 @@ def _search(
         return
     head = _request_keys(parts, kv, request, query_head // heads.group)
     chooses = numbers[record + numbers[record + HEADS_AT] + head.base // kv.slots] != 0
-    pages, size = int(numbers[record + PAGES]), int(numbers[record + PAGE])
-    sinks, chosen_at = (
-        int(numbers[record + SINKS]),
-        _choice_at(parts, kv, record, choice, query_head, heads),
-    )
+    count, size = int(numbers[record + WIDTH]) - 1, int(numbers[record + PAGE])
+    chosen_at = _choice_at(parts, kv, record, choice, query_head, heads)
+    sinks = int(numbers[record + SINKS])
     end = _seen(parts, request, head, row) - int(numbers[record + WINDOW])
-    if not chooses or end - sinks <= (pages - 1) * size:
-        _choose_all(parts, chosen_at, pages)
+    if not chooses or end - sinks <= count * size:
+        _choose_all(parts, chosen_at, count + 1)
         return
     numbers[chosen_at] = np.int32(end)
     query_row = int(parts.requests[request * REQUEST_FIELDS + FIRST_ROW]) + row
     query_at = query_row * queries.stride + query_head * heads.head_dim
-    nodes_at = record + int(numbers[record + NODES_AT]) + unit * TREE_NODES * (pages - 1)
-    scores_at = int(numbers[record + SCORES_AT]) + unit * int(numbers[record + MOST_PAGES])
-    centre = int(numbers[record + RULE] == BY_CENTRED_TREE)
+    room = int(numbers[record + ROOM])
+    nodes_at = record + int(numbers[record + NODES_AT]) + unit * room
+    scores_at = int(numbers[record + SCORES_AT]) + unit * room
+    if numbers[record + SEARCH] == BY_EVERY_KEY:
+        rank_blocks(
+            parts, kv, head, queries.values, query_at, heads.head_dim, sinks, end, size, count,
+            nodes_at, scores_at, chosen_at + 1,
+        )  # fmt: skip
+        return
+    by_centre = int(numbers[record + SEARCH] == BY_CENTRES)
     search_tree(
-        parts, kv, head, queries.values, query_at, heads.head_dim, sinks, end, size, pages - 1,
-        centre, nodes_at, scores_at, chosen_at + 1,
+        parts, kv, head, queries.values, query_at, heads.head_dim, sinks, end, size, count,
+        by_centre, nodes_at, scores_at, chosen_at + 1,
     )  # fmt: skip
 
 
@@ -235,9 +239,9 @@ def _worst(parts: AttentionParts, scores_at: int, chosen_at: int, count: int) ->
 
 
 @kernel
-def _choose(parts: AttentionParts, scores_at: int, newest: int, pages: int, chosen_at: int) -> None:
-    """Write the newest page, then the best ``pages`` - 1 before it, ascending, to the record."""
-    scores, numbers, count = parts.selector.scores, parts.selector.numbers, pages - 1
+def _choose(parts: AttentionParts, scores_at: int, newest: int, count: int, chosen_at: int) -> None:
+    """Write the newest page, then the best ``count`` before it, ascending, to the record."""
+    scores, numbers = parts.selector.scores, parts.selector.numbers
     numbers[chosen_at] = np.int32(newest)
     first = chosen_at + 1
     for i in range(count):
@@ -258,39 +262,39 @@ def _list(
     """Make the choices of a query head, and write the lists of its rows."""
     record, numbers = int(parts.selector.first[request]), parts.selector.numbers
     head = _request_keys(parts, kv, request, query_head // heads.group)
-    pages, page_size = int(numbers[record + PAGES]), int(numbers[record + PAGE])
+    width, page_size = int(numbers[record + WIDTH]), int(numbers[record + PAGE])
     chooses = numbers[record + numbers[record + HEADS_AT] + head.base // kv.slots] != 0
-    most, by_pages = int(numbers[record + MOST_PAGES]), numbers[record + RULE] == BY_PAGES
+    by_summaries = numbers[record + SEARCH] == BY_SUMMARIES
     sinks = int(numbers[record + SINKS])
-    if heads.window <= 0 and by_pages:
+    if heads.window <= 0 and by_summaries:
         for choice in range(int(numbers[record + CHOICES])):
             row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
             if row < 0:
                 continue
             at = _choice_at(parts, kv, record, choice, query_head, heads)
             newest = (_seen(parts, request, head, row) - 1) // page_size
-            if chooses and newest >= pages:
-                scores_at = int(numbers[record + SCORES_AT])
-                scores_at += (choice * heads.query_heads + query_head) * most
-                _choose(parts, scores_at, newest, pages, at)
+            if chooses and newest >= width:
+                unit = choice * heads.query_heads + query_head
+                scores_at = int(numbers[record + SCORES_AT]) + unit * int(numbers[record + ROOM])
+                _choose(parts, scores_at, newest, width - 1, at)
             else:
-                _choose_all(parts, at, pages)
-    unit = int(parts.requests[request * REQUEST_FIELDS + LISTS]) + query_head
+                _choose_all(parts, at, width)
+    list_at = int(parts.requests[request * REQUEST_FIELDS + LISTS]) + query_head
     for row in range(int(parts.requests[request * REQUEST_FIELDS + ROWS])):
-        span = int(parts.indptr[unit + row * heads.query_heads])
-        end = int(parts.indptr[unit + row * heads.query_heads + 1])
+        span = int(parts.indptr[list_at + row * heads.query_heads])
+        end = int(parts.indptr[list_at + row * heads.query_heads + 1])
         tail = 0
         if heads.window > 0:
             tail = max(_seen(parts, request, head, row) - int(heads.window), 0)
         else:
             choice = int(numbers[record + numbers[record + OF_ROW_AT] + row])
             at = _choice_at(parts, kv, record, choice, query_head, heads)
-            tail = int(numbers[at]) * (page_size if by_pages else 1)
+            tail = int(numbers[at]) * (page_size if by_summaries else 1)
             if sinks > 0 and tail > 0:
                 parts.spans[2 * span] = np.int32(0)
                 parts.spans[2 * span + 1] = np.int32(sinks)
                 span += 1
-            for i in range(1, pages):
+            for i in range(1, width):
                 page = int(numbers[at + i])
                 if page >= 0:
                     start = sinks + page * page_size

@@ -1,7 +1,8 @@
 """Searches blocks of keys by halving: the compiled form of ``runners.forward.tree_search``.
 
 One thread searches for a query head, and reads the keys themselves. The nodes of a search lie in
-the request's record, as starts and lengths, in order: room for twice as many as are kept.
+the request's record, first their starts, then their lengths, both in order. A choice of the best of
+all blocks is a search of one round, whose nodes are single blocks.
 """
 
 from typing import Any
@@ -16,8 +17,8 @@ from midfill.kernels.cpu.parts.page_summaries import key_cell
 from midfill.kernels.cpu.ragged_cells import HeadKeys
 from midfill.kernels.cpu.simd import LANES, fma, load, splat, sum_lanes
 
-TREE_NODES, TREE_SCORES = 4, 4
-"""Numbers of nodes, and of scores, that a search needs room for per block that it chooses."""
+SEARCH_ROOM = 2
+"""Numbers, and scores, that a search needs room for per node that it ranks at once."""
 
 
 @kernel
@@ -86,24 +87,26 @@ def rank_score(scores: Float32Array, at: int, count: int, rank: int) -> float:
 
 
 @kernel
-def keep_best(parts: AttentionParts, nodes_at: int, count: int, scores_at: int) -> None:
-    """Keep the best ``count`` of twice as many nodes, in order; of equal ones, the first.
+def keep_best(
+    parts: AttentionParts, nodes_at: int, ranked: int, count: int, scores_at: int
+) -> None:
+    """Keep the best ``count`` of ``ranked`` nodes, in order; of equal ones, the first.
 
     Args:
         parts: hold nodes and scores.
         nodes_at: where the nodes start in ``selector.numbers``.
-        count: see above.
+        ranked, count: see above.
         scores_at: where the scores start in ``selector.scores``; as many behind them are scratch.
     """
-    scores, nodes, lengths_at = parts.selector.scores, parts.selector.numbers, nodes_at + 2 * count
-    for i in range(2 * count):
-        scores[scores_at + 2 * count + i] = scores[scores_at + i]
-    least = rank_score(scores, scores_at + 2 * count, 2 * count, count)
+    scores, nodes, lengths_at = parts.selector.scores, parts.selector.numbers, nodes_at + ranked
+    for i in range(ranked):
+        scores[scores_at + ranked + i] = scores[scores_at + i]
+    least = rank_score(scores, scores_at + ranked, ranked, count)
     equal, kept = count, 0
-    for i in range(2 * count):
+    for i in range(ranked):
         if scores[scores_at + i] > least:
             equal -= 1
-    for i in range(2 * count):
+    for i in range(ranked):
         score = scores[scores_at + i]
         if not score > least:
             if score < least or equal <= 0:
@@ -115,9 +118,31 @@ def keep_best(parts: AttentionParts, nodes_at: int, count: int, scores_at: int) 
 
 
 @kernel
+def score_nodes(
+    parts: AttentionParts, kv: LayerKV, head: HeadKeys, query: Float32Array, query_at: int,
+    dim: int, sinks: int, end: int, size: int, count: int, by_centre: int, nodes_at: int,
+    scores_at: int,
+) -> None:  # fmt: skip
+    """Score ``count`` nodes by a block of each; see ``search_tree``. Empty ones score -inf."""
+    numbers, scores = parts.selector.numbers, parts.selector.scores
+    for i in range(count):
+        length = int(numbers[nodes_at + count + i])
+        if length == 0:
+            scores[scores_at + i] = np.float32(-np.inf)
+            continue
+        block = int(numbers[nodes_at + i])
+        if by_centre:
+            block += length // 2
+        first = sinks + block * size
+        scores[scores_at + i] = block_score(
+            parts, kv, head, query, query_at, dim, first, min(first + size, end)
+        )
+
+
+@kernel
 def search_tree(
     parts: AttentionParts, kv: LayerKV, head: HeadKeys, query: Float32Array, query_at: int,
-    dim: int, sinks: int, end: int, size: int, count: int, centre: int, nodes_at: int,
+    dim: int, sinks: int, end: int, size: int, count: int, by_centre: int, nodes_at: int,
     scores_at: int, chosen_at: int,
 ) -> None:  # fmt: skip
     """Write the blocks that a query finds to numbers[chosen_at:], ascending.
@@ -128,11 +153,11 @@ def search_tree(
         sinks, end: blocks are of keys sinks <= i < end.
         size: keys per block.
         count: how many blocks are chosen; there are more.
-        centre: whether a node is scored by its centre, not by its first block.
+        by_centre: whether a node is scored by its centre, not by its first block.
         nodes_at, scores_at: where nodes and scores may be written.
         chosen_at: see above.
     """
-    numbers, scores = parts.selector.numbers, parts.selector.scores
+    numbers = parts.selector.numbers
     blocks, lengths_at = (end - sinks + size - 1) // size, nodes_at + 2 * count
     longest = 0
     for i in range(count):
@@ -142,18 +167,29 @@ def search_tree(
         longest = max(longest, after - start)
     while longest > 1:
         longest = split_nodes(parts, nodes_at, count)
-        for i in range(2 * count):
-            length = int(numbers[lengths_at + i])
-            if length == 0:
-                scores[scores_at + i] = np.float32(-np.inf)
-                continue
-            block = int(numbers[nodes_at + i])
-            if centre:
-                block += length // 2
-            first = sinks + block * size
-            scores[scores_at + i] = block_score(
-                parts, kv, head, query, query_at, dim, first, min(first + size, end)
-            )
-        keep_best(parts, nodes_at, count, scores_at)
+        score_nodes(
+            parts, kv, head, query, query_at, dim, sinks, end, size, 2 * count, by_centre,
+            nodes_at, scores_at,
+        )  # fmt: skip
+        keep_best(parts, nodes_at, 2 * count, count, scores_at)
+    for i in range(count):
+        numbers[chosen_at + i] = numbers[nodes_at + i]
+
+
+@kernel
+def rank_blocks(
+    parts: AttentionParts, kv: LayerKV, head: HeadKeys, query: Float32Array, query_at: int,
+    dim: int, sinks: int, end: int, size: int, count: int, nodes_at: int, scores_at: int,
+    chosen_at: int,
+) -> None:  # fmt: skip
+    """Write the best of all blocks to numbers[chosen_at:], ascending; see ``search_tree``."""
+    numbers, blocks = parts.selector.numbers, (end - sinks + size - 1) // size
+    for i in range(blocks):
+        numbers[nodes_at + i] = np.int32(i)
+        numbers[nodes_at + blocks + i] = np.int32(1)
+    score_nodes(
+        parts, kv, head, query, query_at, dim, sinks, end, size, blocks, 0, nodes_at, scores_at
+    )
+    keep_best(parts, nodes_at, blocks, count, scores_at)
     for i in range(count):
         numbers[chosen_at + i] = numbers[nodes_at + i]
