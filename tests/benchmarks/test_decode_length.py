@@ -20,7 +20,12 @@ TREE = "hip:k=96,window=64,sinks=8,dense_layers=0"
 @pytest.fixture(scope="module")
 def report(tiny_folder: Path) -> LengthReport:
     return measure_decode_length(
-        str(tiny_folder), [PAGES, TREE], [100, 700, 900], threads=1, repeats=1, progress=lambda _: None
+        str(tiny_folder),
+        [PAGES, TREE],
+        [100, 700, 900],
+        threads=1,
+        repeats=1,
+        progress=lambda _: None,
     )
 
 

@@ -112,6 +112,8 @@ METHODS = {
             "Yang et al., MLSys 2025, arXiv 2502.14866", ".sparse_decode.lserve", "LServe"),
         MethodEntry("hip", "decode", "HiP Attention",
             "Lee et al., ICLR 2025, arXiv 2406.09827", ".sparse_decode.hip", "Hip"),
+        MethodEntry("hip-prefill", "prefill", "HiP Attention's prefill",
+            "Lee et al., ICLR 2025, arXiv 2406.09827", ".sparse_prefill.hip_prefill", "HipPrefill"),
         MethodEntry("lazyllm", "rows", "LazyLLM",
             "Fu et al., 2024, arXiv 2407.14057", ".rows.lazyllm", "LazyLLM"),
         MethodEntry("uncomp-stage", "rows", "UNComp's stages",

@@ -52,3 +52,9 @@ def test_a_node_may_be_scored_by_its_first_block() -> None:
 def test_nonsense_is_refused(specification: str, error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
         resolve_method(specification)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "i4"])
+def test_quantised_pools_are_refused(dtype: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"hip: .* f16, bf16 or f32, not {dtype} "):
+        Hip().for_model(ServedModel(CONFIG, kv_cache_dtype=dtype))

@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_methods import made_up_calibrations, small_method, whole_method
+from made_methods import (
+    SEARCHED_PROMPT,
+    made_up_calibrations,
+    small_method,
+    whole_method,
+)
 from method_load import Alone
 from tiny_checkpoints import VOCAB, write_variant
 
@@ -34,6 +39,7 @@ from serving import (
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 THREE = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0, n=3)
 each_method = pytest.mark.parametrize("name", methods_of("decode"))
+each_combination = pytest.mark.parametrize("name", [*methods_of("decode"), SEARCHED_PROMPT])
 PAGES = ChosenPages(PageRule(4, page=16, summary=4), 4)
 """All heads choose, from 64 keys on."""
 TREE = ChosenPages(TreeRule(16, block=2, window=24, sinks=4), 4)
@@ -93,20 +99,20 @@ def test_fewer_keys_change_the_answer_but_not_its_first_token(
     assert found.logprobs[1:] != dense.logprobs[1:]
 
 
-@each_method
+@each_combination
 @pytest.mark.parametrize("budget", [7, 100])
 def test_load_changes_no_bit(alone: Alone, name: str, budget: int) -> None:
     """Neither batching nor chunks, nor drafts: a prompt below the budget is among them."""
     alone.check_load(name, [prompt(length, length) for length in (1, 3, 191, 192, 330)], budget)
 
 
-@each_method
+@each_combination
 @pytest.mark.parametrize("steps", [3, 11])
 def test_preemption_changes_no_bit(alone: Alone, name: str, steps: int) -> None:
     alone.check_preemption(name, [prompt(length, length) for length in (100, 250, 330)], steps)
 
 
-@each_method
+@each_combination
 def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str) -> None:
     tokens = prompt(330)
     method = small_method(name, llama.config)

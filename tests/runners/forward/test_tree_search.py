@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from naive_tree_search import naive_choice
 
 from midfill.runners.forward.page_selection import Search, chosen_keys, select_from_keys
 from midfill.runners.forward.tree_search import TreeRule, search_blocks
@@ -25,36 +26,7 @@ def whole_numbers(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def looped(query: np.ndarray, keys: np.ndarray, rule: TreeRule) -> list[int]:
     """The choice by loops over rounds, nodes and keys."""
-    end = len(keys) - rule.window
-    if end - rule.sinks <= rule.blocks * rule.block:
-        return [0] + [-1] * rule.blocks
-    count = math.ceil((end - rule.sinks) / rule.block)
-
-    def score(block: int) -> float:
-        first = rule.sinks + block * rule.block
-        return max(
-            sum(float(query[c]) * float(keys[i, c]) for c in range(DIM))
-            for i in range(first, min(first + rule.block, end))
-        )
-
-    if rule.search is Search.EVERY_KEY:
-        best = sorted((-score(block), block) for block in range(count))[: rule.blocks]
-        return [end, *sorted(block for _, block in best)]
-    bounds = [j * count // max(rule.blocks, 1) for j in range(rule.blocks + 1)]
-    nodes = [(bounds[j], bounds[j + 1] - bounds[j]) for j in range(rule.blocks)]
-    while any(length > 1 for _, length in nodes):
-        children = []
-        for start, length in nodes:
-            half = length // 2
-            children += [(start, half), (start + half, length - half)]
-        scored = []
-        for start, length in children:
-            if length == 0:
-                continue
-            block = start + length // 2 if rule.search is Search.CENTRES else start
-            scored.append((-score(block), start, length))
-        nodes = sorted((start, length) for _, start, length in sorted(scored)[: rule.blocks])
-    return [end, *(start for start, _ in nodes)]
+    return naive_choice(query[None], keys, rule)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -102,6 +74,22 @@ def test_a_search_begins_where_keys_are_more_than_it_chooses(length: int, dense:
     chosen = select_from_keys(query, keys, RULE)
     assert (chosen[0] == 0) == dense
     assert chosen_keys(chosen, RULE, length).all() == dense
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_queries_search_together_by_the_best_of_them(search: Search) -> None:
+    """One of many that asks for a key finds it."""
+    rule = TreeRule(blocks=16, block=2, window=20, sinks=4, search=search)
+    rng = np.random.default_rng(1)
+    queries = rng.integers(-8, 9, (9, DIM)).astype(np.float32)
+    keys = rng.integers(-8, 9, (300, DIM)).astype(np.float32)
+    together = rule.choose_together(queries, keys).tolist()
+    assert together == naive_choice(queries, keys, rule)
+    assert together != looped(queries[0], keys, rule)
+    asking, others = np.zeros((9, DIM), np.float32), np.zeros((300, DIM), np.float32)
+    asking[5, 0], others[100:200, 0], others[140:160, 0] = 1.0, 0.5, 1.0
+    found = rule.choose_together(asking, others)[1:].tolist()
+    assert sum(68 <= block < 78 for block in found) >= 9
 
 
 def test_later_rows_read_everything_from_the_window_on() -> None:

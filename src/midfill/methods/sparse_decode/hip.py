@@ -7,14 +7,14 @@ Hierarchically Pruned Attention", ICLR 2025, arXiv 2406.09827; defaults of the r
 Rows of an answer search in each query head, by their own queries. Where the paper slides the window
 with every row, here it begins where it did at the last search, so that no key falls between the two
 (``runners.forward.tree_search``). Prompts are computed with all keys here, and their KV is shared
-like any other.
+like any other; ``methods.sparse_prefill.hip_prefill`` searches while they are computed.
 """
 
 from dataclasses import dataclass
 
 from midfill.methods.budget import require
 from midfill.methods.served_model import ServedModel
-from midfill.methods.sparse_decode.method import ChosenPages
+from midfill.methods.sparse_decode.method import ChosenPages, refuse_quantized_cache
 from midfill.runners.forward.page_selection import Search
 from midfill.runners.forward.tree_search import TreeRule
 
@@ -22,8 +22,8 @@ REPRESENTATIVES = {"centre": Search.CENTRES, "first": Search.FIRSTS}
 
 
 @dataclass(frozen=True)
-class Hip:
-    """The method's hyper-parameters.
+class TreeSearch:
+    """What is searched, and what is read in any case.
 
     Attributes:
         k: keys that a search chooses, a multiple of ``block``; 0 leaves window and sinks.
@@ -31,7 +31,6 @@ class Hip:
         sinks: first keys that every row reads.
         block: keys per block.
         dense_layers: first layers in which rows read all keys.
-        refresh: rows search anew at positions that are multiples of it.
         representative: the block that a node is scored by, "centre" or "first".
     """
 
@@ -40,7 +39,6 @@ class Hip:
     sinks: int = 16
     block: int = 2
     dense_layers: int = 3
-    refresh: int = 8
     representative: str = "centre"
 
     def __post_init__(self) -> None:
@@ -52,7 +50,6 @@ class Hip:
         require(self.window >= 1, f"window must be at least 1, not {self.window}")
         require(self.sinks >= 0, f"sinks must be at least 0, not {self.sinks}")
         require(self.dense_layers >= 0, f"dense_layers must be at least 0, not {self.dense_layers}")
-        require(self.refresh >= 1, f"refresh must be at least 1, not {self.refresh}")
         require(
             self.representative in REPRESENTATIVES,
             f"representative must be centre or first, not {self.representative!r}",
@@ -64,6 +61,23 @@ class Hip:
         search = REPRESENTATIVES[self.representative]
         return TreeRule(self.k // self.block, self.block, self.window, self.sinks, search)
 
+
+@dataclass(frozen=True)
+class Hip(TreeSearch):
+    """The method's hyper-parameters.
+
+    Attributes:
+        k, window, sinks, block, dense_layers, representative: see ``TreeSearch``.
+        refresh: rows search anew at positions that are multiples of it.
+    """
+
+    refresh: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.refresh >= 1, f"refresh must be at least 1, not {self.refresh}")
+
     def for_model(self, model: ServedModel) -> ChosenPages:
         """See ``ModelSpecific.for_model``."""
+        refuse_quantized_cache("hip", model)
         return ChosenPages(self.tree_rule, self.refresh, dense_layers=self.dense_layers)

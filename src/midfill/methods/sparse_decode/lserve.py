@@ -25,7 +25,12 @@ from midfill.methods.evict.streaming_heads import (
     refuse_windows,
 )
 from midfill.methods.served_model import ServedModel
-from midfill.methods.sparse_decode.method import ChosenPages, PageChoice, SparseDecodeMethod
+from midfill.methods.sparse_decode.method import (
+    ChosenPages,
+    PageChoice,
+    SparseDecodeMethod,
+    refuse_quantized_cache,
+)
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.page_selection import PageRule, SelectionRule
 
@@ -75,6 +80,7 @@ class LServe:
 
     def for_model(self, model: ServedModel) -> "SparseDecodeMethod":
         """See ``ModelSpecific.for_model``."""
+        refuse_quantized_cache(NAME, model)
         if not self.static:
             return ChosenPages(self.selection_rule, self.interval)
         refuse_windows(NAME, model.config)

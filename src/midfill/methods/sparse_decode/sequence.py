@@ -82,7 +82,7 @@ class PageReader(SequenceMethod):
     """
 
     title = "the method of sparse decoding"
-    changes = frozenset({Aspect.LISTS})
+    changes = frozenset({Aspect.READS})
 
     def __init__(
         self, name: str, method: SparseDecodeMethod, state: ReadingState, prompt: int

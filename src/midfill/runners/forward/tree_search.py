@@ -11,6 +11,9 @@ blocks. So a choice of m of n blocks takes at most 2 * m * ceil(log2(n / m)) sco
 nothing of the keys from step to step. The exact choice, of the best of all n blocks, is there to
 tell what the search misses.
 
+Blocks of rows may search together, while a prompt is computed: a block of keys then scores the most
+that q.k is for any of their queries, and the window is that of the first of them.
+
 As with pages (``page_selection``), rows that use an earlier choice read everything from its window
 on: no key is lost between the window and the blocks, and rows read a few keys more than the window
 until the next choice.
@@ -96,17 +99,30 @@ class TreeRule:
 
     def choose(self, query: Float32Array, keys: Float32Array) -> Int32Array:
         """See ``SelectionRule``."""
+        return self.choose_together(query[None], keys)
+
+    def choose_together(self, queries: Float32Array, keys: Float32Array) -> Int32Array:
+        """Return what several queries choose together, of more keys than they take.
+
+        Args:
+            queries: [queries, head_dim], rotated.
+            keys: [n, head_dim], rotated, those that the first of the rows sees.
+
+        Returns:
+            [width] int32.
+        """
         first, candidates = self.first(len(keys)), self.candidates(len(keys))
 
         def scores(blocks: Int32Array) -> Float32Array:
             numbers = self.sinks + blocks[:, None] * self.block + np.arange(self.block)
-            found = keys[np.minimum(numbers, first - 1)] @ query
+            found = (keys[np.minimum(numbers, first - 1)] @ queries.T).max(axis=2)
             best: Float32Array = np.where(numbers < first, found, -np.inf).max(axis=1)
             return best
 
         if self.search is Search.EVERY_KEY:
             every = scores(np.arange(candidates, dtype=np.int32))
-            found = np.sort(np.argsort(-every, kind="stable")[: self.blocks])
+            best = np.argsort(-every, kind="stable")[: self.blocks]
+            found = np.sort(best).astype(np.int32)
         else:
             centre = self.search is Search.CENTRES
             found = search_blocks(scores, candidates, self.blocks, centre=centre)

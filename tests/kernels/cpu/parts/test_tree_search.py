@@ -8,6 +8,7 @@ from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.parts.tree_search import (
     SEARCH_ROOM,
+    BlockSearch,
     rank_blocks,
     rank_score,
     search_tree,
@@ -35,10 +36,9 @@ def searched(query: np.ndarray, keys: np.ndarray, rule: TreeRule) -> list[int]:
     end = rule.first(len(keys))
     aligned = aligned_zeros(DIM, np.float32)
     aligned[:] = query
-    asked = (
-        parts, LayerKV(cache, SLOTS, 0), HeadKeys(0, 0, 0, 0, False), aligned, 0, DIM, rule.sinks,
-        end, rule.block, rule.blocks,
-    )  # fmt: skip
+    head = HeadKeys(0, 0, 0, 0, False)
+    search = BlockSearch(aligned, 0, 1, DIM, DIM, rule.sinks, end, rule.block)
+    asked = (parts, LayerKV(cache, SLOTS, 0), head, search, rule.blocks)
     if every:
         rank_blocks(*asked, 0, 0, room)
     else:

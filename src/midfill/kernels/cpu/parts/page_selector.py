@@ -44,7 +44,12 @@ from midfill.kernels.cpu.parts.page_summaries import (
     summarize_keys,
     summary_at,
 )
-from midfill.kernels.cpu.parts.tree_search import rank_blocks, search_tree
+from midfill.kernels.cpu.parts.tree_search import (
+    BlockSearch,
+    choose_all,
+    rank_blocks,
+    search_tree,
+)
 from midfill.kernels.cpu.ragged_cells import HeadKeys, find_keys
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
@@ -179,15 +184,6 @@ def _choice_at(
 
 
 @kernel
-def _choose_all(parts: AttentionParts, chosen_at: int, width: int) -> None:
-    """Write the choice of a row that reads all of its keys."""
-    numbers = parts.selector.numbers
-    numbers[chosen_at] = np.int32(0)
-    for i in range(1, width):
-        numbers[chosen_at + i] = np.int32(-1)
-
-
-@kernel
 def _search(
     parts: AttentionParts, kv: LayerKV, request: int, unit: int, heads: AttentionHeads,
     queries: Queries,
@@ -205,25 +201,22 @@ def _search(
     sinks = int(numbers[record + SINKS])
     end = _seen(parts, request, head, row) - int(numbers[record + WINDOW])
     if not chooses or end - sinks <= count * size:
-        _choose_all(parts, chosen_at, count + 1)
+        choose_all(parts, chosen_at, count + 1)
         return
     numbers[chosen_at] = np.int32(end)
     query_row = int(parts.requests[request * REQUEST_FIELDS + FIRST_ROW]) + row
     query_at = query_row * queries.stride + query_head * heads.head_dim
+    search = BlockSearch(
+        queries.values, query_at, 1, queries.stride, heads.head_dim, sinks, end, size
+    )
     room = int(numbers[record + ROOM])
     nodes_at = record + int(numbers[record + NODES_AT]) + unit * room
     scores_at = int(numbers[record + SCORES_AT]) + unit * room
     if numbers[record + SEARCH] == BY_EVERY_KEY:
-        rank_blocks(
-            parts, kv, head, queries.values, query_at, heads.head_dim, sinks, end, size, count,
-            nodes_at, scores_at, chosen_at + 1,
-        )  # fmt: skip
+        rank_blocks(parts, kv, head, search, count, nodes_at, scores_at, chosen_at + 1)
         return
     by_centre = int(numbers[record + SEARCH] == BY_CENTRES)
-    search_tree(
-        parts, kv, head, queries.values, query_at, heads.head_dim, sinks, end, size, count,
-        by_centre, nodes_at, scores_at, chosen_at + 1,
-    )  # fmt: skip
+    search_tree(parts, kv, head, search, count, by_centre, nodes_at, scores_at, chosen_at + 1)
 
 
 @kernel
@@ -278,7 +271,7 @@ def _list(
                 scores_at = int(numbers[record + SCORES_AT]) + unit * int(numbers[record + ROOM])
                 _choose(parts, scores_at, newest, width - 1, at)
             else:
-                _choose_all(parts, at, width)
+                choose_all(parts, at, width)
     list_at = int(parts.requests[request * REQUEST_FIELDS + LISTS]) + query_head
     for row in range(int(parts.requests[request * REQUEST_FIELDS + ROWS])):
         span = int(parts.indptr[list_at + row * heads.query_heads])
