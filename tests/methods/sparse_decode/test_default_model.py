@@ -204,18 +204,20 @@ def test_tree_searches_find_needles_that_sinks_and_window_miss(asking_longer: As
     assert is_below(others["blocks at random"], own)
 
 
-def test_tree_searches_are_between_an_exact_choice_and_a_window(asking_longer: Asking) -> None:
-    """By the logarithms of divergences, which differ tenfold from text to text."""
+def test_tree_searches_are_nearer_to_full_kv_than_random_blocks(asking_longer: Asking) -> None:
+    """By the logarithms of divergences, which differ tenfold from text to text.
+
+    Where text merely goes on, sinks with a longer window are not told apart from a search.
+    """
     asking = asking_longer
     own = np.log(asking.divergences(TREE, asking.make(TREE)))
     others = {null: np.log(asking.divergences(null, asking.make(TREE, null))) for null in SEARCHED}
     assert is_below(own, others["blocks at random"])
-    assert is_below(own, others["recent blocks"])
     assert not is_below(own, others["every block scored"])
 
 
-def test_an_eighth_of_the_searches_costs_little(asking_longer: Asking) -> None:
-    """Searching at every token is nearer to full KV by less than the method is apart from it."""
+def test_an_eighth_of_the_searches_costs_some_divergence(asking_longer: Asking) -> None:
+    """Searching at every token is nearer to full KV, on every text that was measured."""
     asking, found, searches = asking_longer, [], []
     for refresh in (1, 8):
         before = asking.reads()
@@ -228,4 +230,4 @@ def test_an_eighth_of_the_searches_costs_little(asking_longer: Asking) -> None:
         keys = (after.pairs - before.pairs) / rows / heads
         print(f"\n{searches[-1]} searches by {rows} rows, which read {keys:.0f} keys each", end="")
     assert searches == [TEXTS * (ANSWER - 1), TEXTS * -(-(ANSWER - 1) // 8)]
-    assert (found[1] - found[0]).mean() < found[0].mean()
+    assert is_below(np.log(found[0]), np.log(found[1]))
