@@ -32,7 +32,7 @@ class BlockSearch(NamedTuple):
     Attributes:
         queries: float32, those of all rows of the batch.
         at: where the first one starts.
-        count: how many there are.
+        rows: how many there are.
         stride: from the start of one to that of the next.
         dim: their length.
         first, end: blocks are of keys first <= i < end.
@@ -41,7 +41,7 @@ class BlockSearch(NamedTuple):
 
     queries: Float32Array
     at: int
-    count: int
+    rows: int
     stride: int
     dim: int
     first: int
@@ -57,7 +57,7 @@ def block_score(
     best, dim, first = np.float32(-np.inf), search.dim, search.first + block * search.size
     for number in range(first, min(first + search.size, search.end)):
         key_at = key_cell(parts, head, number) * dim
-        for query in range(search.count):
+        for query in range(search.rows):
             query_at, total = search.at + query * search.stride, splat(0.0)
             for d in range(0, dim, LANES):
                 key = load_entry(kv.cache.keys, key_at + d)
