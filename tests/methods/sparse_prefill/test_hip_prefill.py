@@ -8,9 +8,11 @@ from naive_probe import NaiveProbe
 from midfill.errors import InvalidRequestError
 from midfill.methods.registry import resolve_method
 from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_decode.hip import Hip
 from midfill.methods.sparse_prefill.hip_prefill import HipPrefill, listed_keys
+from midfill.methods.tree_options import TreeSearch
 from midfill.runners.forward.attention import SpanLists
-from midfill.runners.forward.page_selection import all_pages
+from midfill.runners.forward.page_selection import Search, all_pages
 from midfill.runners.forward.tree_search import TreeRule
 
 METHOD = HipPrefill(k=32, window=24, sinks=4, dense_layers=1, chunk=128, dense=0)
@@ -49,6 +51,12 @@ def test_every_row_reads_its_window_the_sinks_and_what_its_block_chose(
             window = set(range(max(first + row // 64 * 64 + 1 - 24, 0), seen))
             blocks = {4 + 2 * int(block) + i for block in own[1:] for i in (0, 1)}
             assert read == set(range(4)) | window | {key for key in blocks if key < own[0]}
+
+
+def test_prompts_and_answers_search_by_the_same_rule() -> None:
+    options = {"k": 64, "window": 32, "sinks": 8, "block": 4, "representative": "first"}
+    rules = [each(**options).tree_rule for each in (TreeSearch, HipPrefill, Hip)]
+    assert rules == [TreeRule(16, 4, 32, 8, Search.FIRSTS)] * 3
 
 
 def test_the_first_layers_are_dense() -> None:

@@ -24,12 +24,11 @@ from midfill.methods.evict.streaming_heads import (
     check_rule,
     refuse_windows,
 )
-from midfill.methods.served_model import ServedModel
+from midfill.methods.served_model import ServedModel, refuse_quantized_cache
 from midfill.methods.sparse_decode.method import (
     ChosenPages,
     PageChoice,
     SparseDecodeMethod,
-    refuse_quantized_cache,
 )
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.page_selection import PageRule, SelectionRule

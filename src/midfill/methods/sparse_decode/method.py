@@ -12,8 +12,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from midfill.arrays import BoolArray, Int32Array
-from midfill.methods.budget import require
-from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.page_selection import SelectionRule
 
@@ -61,21 +59,3 @@ class ChosenPages:
         chooses = np.ones((config.layers, config.kv_heads), bool)
         chooses[: self.dense_layers] = False
         return chooses
-
-
-def refuse_quantized_cache(name: str, model: ServedModel) -> None:
-    """Refuse a model whose keys are rounded as a whole: queries choose among the keys themselves.
-
-    Args:
-        name: of the method, for the message.
-        model: the model.
-
-    Raises:
-        InvalidRequestError: its KV cache is quantised.
-    """
-    require(
-        model.kv_cache_dtype not in ("i8", "i4"),
-        "chooses among keys as they are and needs a KV cache of f16, bf16 or f32, not"
-        f" {model.kv_cache_dtype} (--kv-cache-dtype)",
-        name,
-    )

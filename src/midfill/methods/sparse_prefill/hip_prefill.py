@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import BoolArray, Int32Array
-from midfill.methods.served_model import ServedModel
-from midfill.methods.sparse_decode.hip import TreeSearch
-from midfill.methods.sparse_decode.method import refuse_quantized_cache
+from midfill.methods.served_model import ServedModel, refuse_quantized_cache
 from midfill.methods.sparse_prefill.method import ChunkRule
+from midfill.methods.tree_options import TreeSearch
 from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists
 from midfill.runners.forward.tree_search import TreeRule
 
