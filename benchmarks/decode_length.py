@@ -260,10 +260,9 @@ def _at_length(
         keys = reads.pairs / reads.rows / heads if reads.rows else float(length + 5)
         summaries = 0
         if method is not None:
-            pages = length // method.page_rule.page * method.page_rule.page
             width = 2 * runner.config.head_dim * runner._kv_cache.keys.itemsize
             heads_kept = runner.config.layers * runner.config.kv_heads
-            summaries = pages // method.page_rule.summary * width * heads_kept
+            summaries = method.selection_rule.summaries(length + 1) * width * heads_kept
         found.append(
             LengthResult(
                 method=name,

@@ -99,7 +99,6 @@ TESTED_THROUGH = {
         *(f"models/{name}" for name in FAMILIES),
     ),
     "runners/cpu/test_parts.py": (
-        "kernels/cpu/attention_parts",
         "kernels/cpu/parts/attention",
         "kernels/cpu/parts/keys",
         "kernels/cpu/parts/probe",

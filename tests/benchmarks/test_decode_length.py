@@ -14,12 +14,18 @@ from benchmarks.decode_length import (
 from midfill.errors import OptionError
 
 PAGES = "lserve:budget=192,static=0"
+TREE = "hip:k=96,window=64,sinks=8,dense_layers=0"
 
 
 @pytest.fixture(scope="module")
 def report(tiny_folder: Path) -> LengthReport:
     return measure_decode_length(
-        str(tiny_folder), [PAGES], [100, 700, 900], threads=1, repeats=1, progress=lambda _: None
+        str(tiny_folder),
+        [PAGES, TREE],
+        [100, 700, 900],
+        threads=1,
+        repeats=1,
+        progress=lambda _: None,
     )
 
 
@@ -30,8 +36,12 @@ def test_rows_read_no_more_than_the_budget_however_long_the_text_is(report: Leng
     assert 100 < keys[PAGES, 100] < 120
     assert 128 < keys[PAGES, 700] <= 192
     assert 128 < keys[PAGES, 900] <= 192
+    assert 100 < keys[TREE, 100] < 120
+    assert 168 < keys[TREE, 700] < 176
+    assert 168 < keys[TREE, 900] < 176
     assert all(one.seconds > 0 and one.first_seconds > 0 for one in report.results)
     assert {one.cells for one in report.results} == {1.0}
+    assert {one.method for one in report.results if one.summary_bytes} == {PAGES}
 
 
 def test_the_table_has_a_row_per_method_and_a_column_per_length(report: LengthReport) -> None:
@@ -39,6 +49,7 @@ def test_the_table_has_a_row_per_method_and_a_column_per_length(report: LengthRe
     assert lines[0].startswith("| method | 100 | 700 | 900 | first step | keys read | cells |")
     assert lines[2].startswith(f"| {DENSE} |")
     assert lines[3].startswith(f"| {PAGES} |")
+    assert lines[4].startswith(f"| {TREE} |")
 
 
 @pytest.mark.parametrize(

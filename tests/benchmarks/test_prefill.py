@@ -130,6 +130,6 @@ def test_others_can_be_named(calls: list[Call]) -> None:
 def test_methods_of_another_kind_are_one_clear_line(calls: list[Call]) -> None:
     assert "did you mean 'flexprefill'" in refused("--methods", "flexprefil")
     assert refused("--methods", "cake") == (
-        "--methods takes methods of sparse prefill (minference, flexprefill), not cake"
+        "--methods takes methods of sparse prefill (minference, flexprefill, hip-prefill), not cake"
     )
     assert not calls

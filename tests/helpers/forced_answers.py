@@ -50,6 +50,7 @@ class ForcedAnswers:
 
     Attributes:
         computed: rows that the last answer took, its prompt's and its own.
+        engine: the engine.
     """
 
     def __init__(self, runner: CpuRunner, methods: Mapping[str, Method | None]) -> None:
@@ -57,7 +58,7 @@ class ForcedAnswers:
         self.computed = 0
         self._exact: dict[tuple[tuple[int, ...], tuple[int, ...]], np.ndarray] = {}
         # A prompt is one step, and no answer is drafted.
-        self._engine = build_engine(self._forcing, token_budget=8192, methods=methods)  # type: ignore[arg-type]
+        self.engine = build_engine(self._forcing, token_budget=8192, methods=methods)  # type: ignore[arg-type]
 
     def logprobs(
         self,
@@ -77,9 +78,9 @@ class ForcedAnswers:
         params = EngineSamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
         options = {"contexts": contexts, "compress_after": compress_after}
         asked = request("r", prompt, params, tenant, method=method, **options)
-        self.computed = -self._engine.stats().computed_tokens
-        found = serve(self._engine, [asked])["r", 0]
-        self.computed += self._engine.stats().computed_tokens
+        self.computed = -self.engine.stats().computed_tokens
+        found = serve(self.engine, [asked])["r", 0]
+        self.computed += self.engine.stats().computed_tokens
         assert found.tokens == list(answer)
         return np.array(self._forcing.seen)
 

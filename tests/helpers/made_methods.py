@@ -60,6 +60,12 @@ def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
 STREAMING_PREFILL = "duoattention:chunk=64"
 """A method of compression that is one of sparse prefill as well."""
 
+SEARCHED_PROMPT = (
+    "hip-prefill:k=32,window=24,sinks=4,dense_layers=1,chunk=64,dense=64"
+    "+hip:window=24,sinks=4,dense_layers=1"
+)
+"""Searches for a prompt's keys, and for its answer's."""
+
 _SMALL = {
     "razorattention": "sinks=4,recent=32,share=0,interval=16",
     "duoattention": "sinks=4,recent=32,interval=16",
@@ -71,8 +77,11 @@ _SMALL = {
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
     "lserve": "budget=192,sinks=4,recent=60",
+    "hip": "k=48,window=24,sinks=4,dense_layers=1",
+    "hip-prefill": "k=32,window=24,sinks=4,dense_layers=1,chunk=64,dense=64",
     "sentencekv": "budget=48,keep=2,start=4,recent=16,window=16",
     STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
+    SEARCHED_PROMPT: "k=48",
 }
 _WHOLE = {
     "razorattention": "recent=200",
@@ -85,6 +94,8 @@ _WHOLE = {
     "minference": "chunk=64,dense=0,scale=100",
     "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
     "lserve": "budget=512,recent=400",
+    "hip": "k=512,dense_layers=0",
+    "hip-prefill": "k=512,dense_layers=0,chunk=64,dense=0",
     "sentencekv": "budget=400,keep=1",
     STREAMING_PREFILL: "sparsity=0,sinks=4,recent=32",
 }

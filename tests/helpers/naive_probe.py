@@ -1,8 +1,11 @@
 """NaiveProbe: what a lister may look at, computed in NumPy as the definitions say."""
 
 import numpy as np
+from naive_tree_search import naive_choice
 
-from midfill.arrays import Float32Array
+from midfill.arrays import Float32Array, Int32Array
+from midfill.runners.forward.attention import QUERY_BLOCK
+from midfill.runners.forward.tree_search import TreeRule
 
 
 class NaiveProbe:
@@ -42,6 +45,19 @@ class NaiveProbe:
 
     def mean_keys(self, block: int) -> Float32Array:
         return _block_means(self._keys, block)
+
+    def search(self, rule: TreeRule, stride: int) -> Int32Array:
+        group, chosen = self.query_heads // self.kv_heads, []
+        for start in range(0, self.rows, QUERY_BLOCK):
+            keys = self._keys[: self.first + start + 1]
+            rows = self._queries[start : start + QUERY_BLOCK : stride]
+            chosen.append(
+                [
+                    naive_choice(rows[:, head], keys[:, head // group], rule)
+                    for head in range(self.query_heads)
+                ]
+            )
+        return np.array(chosen, np.int32)
 
 
 def _block_means(vectors: Float32Array, block: int) -> Float32Array:

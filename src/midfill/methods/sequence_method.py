@@ -61,7 +61,8 @@ class Aspect(Enum):
     POSITIONS = "keeps tokens at the positions of their numbers"
     ROOT = "shares the tenant's exact KV"
     KEYS = "keeps the keys that it has computed"
-    LISTS = "has rows attend to all keys"
+    LISTS = "has a prompt's rows attend to all keys"
+    READS = "has an answer's rows attend to all keys"
 
 
 @dataclass(frozen=True)

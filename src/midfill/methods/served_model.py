@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from midfill.methods.budget import require
 from midfill.models.config import ModelConfig
 
 
@@ -26,3 +27,21 @@ class ServedModel:
     options: str = ""
     kv_cache_dtype: str = "f16"
     token_bytes: Callable[[int], bytes] | None = None
+
+
+def refuse_quantized_cache(name: str, model: ServedModel) -> None:
+    """Refuse a model whose keys are rounded as a whole: queries choose among the keys themselves.
+
+    Args:
+        name: of the method, for the message.
+        model: the model.
+
+    Raises:
+        InvalidRequestError: its KV cache is quantised.
+    """
+    require(
+        model.kv_cache_dtype not in ("i8", "i4"),
+        "chooses among keys as they are and needs a KV cache of f16, bf16 or f32, not"
+        f" {model.kv_cache_dtype} (--kv-cache-dtype)",
+        name,
+    )

@@ -1,4 +1,4 @@
-"""LServe on the default model: KL from full KV, and needles, beside its nulls; -s shows them.
+"""LServe and HiP on the default model: KL from full KV, and needles, beside nulls; -s shows them.
 
 Texts are source files of installed libraries, whose next tokens are known, and the same with a
 number hidden in them. Differences are paired, text by text.
@@ -20,32 +20,41 @@ from midfill.methods.evict.duoattention import NAME, VERSION, retrieval_heads
 from midfill.methods.method import Method, ModelSpecific
 from midfill.methods.registry import resolve_method
 from midfill.methods.sparse_decode.lserve import SplitPages
+from midfill.methods.sparse_decode.sequence import DecodeReads
 from midfill_lab.bench.methods.nulls import make_null
 from midfill_lab.bench.methods.probes import names
 from serving import build_engine, request, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
 
-TEXTS, TOKENS, ANSWER = 8, 1200, 33
+TEXTS, ANSWER = 8, 33
+TOKENS, LONGER = 1200, 2000
+"""Tokens of the texts that LServe and HiP read."""
 STUDENT = 2.365
 """97.5% quantile of Student's distribution with ``TEXTS`` - 1 degrees of freedom."""
 Asked = tuple[list[int], list[int]]
 """A text, and the known tokens after it."""
 PAGES, SPLIT = "lserve:budget=192,static=0", "lserve:budget=1280,sinks=64,recent=128"
+TREE = "hip:k=128,window=64"
 
 
 class Asking:
     """Asks the default model for known tokens, under any method.
+
+    Args:
+        model: the default model.
+        stack: closes it.
+        tokens: per text.
 
     Attributes:
         code: beginnings of texts and what follows.
         needles: texts with a number hidden in them, a question, and the answer.
     """
 
-    def __init__(self, model: DefaultModel, stack: ExitStack) -> None:
+    def __init__(self, model: DefaultModel, stack: ExitStack, tokens: int) -> None:
         self.model, haystacks = model, model.haystacks
-        texts = [haystacks.hide(number, TOKENS + 64, []) for number in range(TEXTS)]
-        self.code = [(text[:TOKENS], text[TOKENS : TOKENS + ANSWER]) for text in texts]
+        texts = [haystacks.hide(number, tokens + 64, []) for number in range(TEXTS)]
+        self.code = [(text[:tokens], text[tokens : tokens + ANSWER]) for text in texts]
         encode = model.checkpoint.tokenizer.encode_continuation
         self.needles = []
         for number in range(TEXTS):
@@ -53,10 +62,10 @@ class Asking:
             (name,), code = names(1, rng), rng.randrange(100_000, 1_000_000)
             question = encode(f"\n# The pass code of the {name} is")
             needle = (number % 5 + 0.5) / 6, f"# The pass code of the {name} is {code}.\n"
-            text = haystacks.hide(number, TOKENS - len(question), [needle])
+            text = haystacks.hide(number, tokens - len(question), [needle])
             self.needles.append(([*text, *question], encode(f" {code}.\n")))
         self._methods: dict[str, Method | None] = {"": None}
-        slots = 2 * TEXTS * TOKENS + 3000
+        slots = 2 * TEXTS * (tokens + 200)
         self._answers = stack.enter_context(model.forced_answers(slots, self._methods))
 
     def make(self, specification: str, null: str = "") -> Method:
@@ -73,9 +82,14 @@ class Asking:
         asked: list[Asked] = getattr(self, kind)
         found = np.array([self._answers.divergence("m", *one) for one in asked])
         print(f"\n{kind:8} {name:48} KL {found.mean():.4f} ±{radius(found):.4f}", end="")
+        print(f"  {' '.join(f'{one:.3f}' for one in found)}", end="", flush=True)
         return found
 
-    def scores(self, name: str, method: Method) -> np.ndarray:
+    def reads(self) -> DecodeReads:
+        """Return what was read until now."""
+        return replace(self._answers.engine._methods.decode_reads)
+
+    def scores(self, name: str, method: Method | None) -> np.ndarray:
         """Return the mean log probability of each needle's tokens after the first; prints them."""
         self._methods["m"] = method
         found = []
@@ -83,7 +97,7 @@ class Asking:
             rows = self._answers.logprobs("m", prompt, answer)
             found.append(rows[np.arange(len(rows)), answer][1:].mean())
         scores = np.array(found)
-        print(f"\nneedles  {name:48} {scores.mean():.3f} ±{radius(scores):.3f}", end="")
+        print(f"\nneedles  {name:48} {scores.mean():.3f} ±{radius(scores):.3f}", end="", flush=True)
         return scores
 
 
@@ -100,7 +114,13 @@ def is_below(one: np.ndarray, other: np.ndarray) -> bool:
 @pytest.fixture(scope="module")
 def asking(default_model: DefaultModel) -> Iterator[Asking]:
     with ExitStack() as stack:
-        yield Asking(default_model, stack)
+        yield Asking(default_model, stack, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def asking_longer(default_model: DefaultModel) -> Iterator[Asking]:
+    with ExitStack() as stack:
+        yield Asking(default_model, stack, LONGER)
 
 
 NULLS = ("pages at random", "recent pages", "summaries of whole pages")
@@ -169,3 +189,45 @@ def test_choosing_at_every_token_gives_mostly_the_same_text(default_model: Defau
     assert same > len(prompts) // 2
     assert choices[0] == 8 * len(prompts)
     assert choices[1] <= 3 * len(prompts)
+
+
+SEARCHED = ("blocks at random", "recent blocks", "pages of 64 keys", "every block scored")
+
+
+def test_tree_searches_find_needles_that_sinks_and_window_miss(asking_longer: Asking) -> None:
+    """As many keys are read of each; "recent blocks" are a longer window."""
+    asking = asking_longer
+    asking.scores("full KV", None)
+    own = asking.scores(TREE, asking.make(TREE))
+    others = {null: asking.scores(null, asking.make(TREE, null)) for null in SEARCHED}
+    assert is_below(others["recent blocks"], own)
+    assert is_below(others["blocks at random"], own)
+
+
+def test_tree_searches_are_nearer_to_full_kv_than_random_blocks(asking_longer: Asking) -> None:
+    """By the logarithms of divergences, which differ tenfold from text to text.
+
+    Where text merely goes on, sinks with a longer window are not told apart from a search.
+    """
+    asking = asking_longer
+    own = np.log(asking.divergences(TREE, asking.make(TREE)))
+    others = {null: np.log(asking.divergences(null, asking.make(TREE, null))) for null in SEARCHED}
+    assert is_below(own, others["blocks at random"])
+    assert not is_below(own, others["every block scored"])
+
+
+def test_an_eighth_of_the_searches_costs_some_divergence(asking_longer: Asking) -> None:
+    """Searching at every token is nearer to full KV, on every text that was measured."""
+    asking, found, searches = asking_longer, [], []
+    for refresh in (1, 8):
+        before = asking.reads()
+        method = asking.make(f"{TREE},refresh={refresh}")
+        found.append(asking.divergences(f"refresh {refresh}", method))
+        after = asking.reads()
+        searches.append(after.choices - before.choices)
+        heads = asking.model.checkpoint.config.layers * asking.model.checkpoint.config.query_heads
+        rows = after.rows - before.rows
+        keys = (after.pairs - before.pairs) / rows / heads
+        print(f"\n{searches[-1]} searches by {rows} rows, which read {keys:.0f} keys each", end="")
+    assert searches == [TEXTS * (ANSWER - 1), TEXTS * -(-(ANSWER - 1) // 8)]
+    assert is_below(np.log(found[0]), np.log(found[1]))

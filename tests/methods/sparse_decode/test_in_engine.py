@@ -5,7 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_methods import made_up_calibrations, small_method, whole_method
+from made_methods import (
+    SEARCHED_PROMPT,
+    made_up_calibrations,
+    small_method,
+    whole_method,
+)
 from method_load import Alone
 from tiny_checkpoints import VOCAB, write_variant
 
@@ -19,6 +24,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.page_selection import PageRule
+from midfill.runners.forward.tree_search import TreeRule
 from serving import (
     Answer,
     FixedCost,
@@ -33,8 +39,12 @@ from serving import (
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 THREE = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0, n=3)
 each_method = pytest.mark.parametrize("name", methods_of("decode"))
+each_combination = pytest.mark.parametrize("name", [*methods_of("decode"), SEARCHED_PROMPT])
 PAGES = ChosenPages(PageRule(4, page=16, summary=4), 4)
 """All heads choose, from 64 keys on."""
+TREE = ChosenPages(TreeRule(16, block=2, window=24, sinks=4), 4)
+"""All heads search, from 60 keys on."""
+each_rule = pytest.mark.parametrize("choosing", [PAGES, TREE], ids=["pages", "tree"])
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +100,23 @@ def test_fewer_keys_change_the_answer_but_not_its_first_token(
     assert found.logprobs[1:] != dense.logprobs[1:]
 
 
-@each_method
+@each_combination
 @pytest.mark.parametrize("budget", [7, 100])
 def test_load_changes_no_bit(alone: Alone, name: str, budget: int) -> None:
     """Neither batching nor chunks, nor drafts: a prompt below the budget is among them."""
     alone.check_load(name, [prompt(length, length) for length in (1, 3, 191, 192, 330)], budget)
 
 
-@pytest.mark.parametrize("name", [name for name in methods_of("decode") if name != "sentencekv"])
+@pytest.mark.parametrize(
+    "name", [name for name in (*methods_of("decode"), SEARCHED_PROMPT) if name != "sentencekv"]
+)
 @pytest.mark.parametrize("steps", [3, 11])
 def test_preemption_changes_no_bit(alone: Alone, name: str, steps: int) -> None:
     """Rows under sentencekv run one by one, so it has preemptions of its own, which are rarer."""
     alone.check_preemption(name, [prompt(length, length) for length in (100, 250, 330)], steps)
 
 
-@each_method
+@each_combination
 def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str) -> None:
     tokens = prompt(330)
     method = small_method(name, llama.config)
@@ -175,10 +187,13 @@ def test_summaries_are_forgotten_with_the_kv_that_they_are_of(runner: CpuRunner)
     assert kind._state.table.used <= 1400 // 4, "only cached pages are still known"
 
 
+@each_rule
 @pytest.mark.parametrize("interval", [1, 3, 4, 7])
-def test_drafts_preemption_and_company_change_no_choice(runner: CpuRunner, interval: int) -> None:
+def test_drafts_preemption_and_company_change_no_choice(
+    runner: CpuRunner, interval: int, choosing: ChosenPages
+) -> None:
     """For intervals that divide no page as well."""
-    method = replace(PAGES, choice_interval=interval)
+    method = replace(choosing, choice_interval=interval)
     prompts = [prompt(length, length) for length in (62, 120, 199)]
     expected = [ask(build_engine(runner, method=method), tokens) for tokens in prompts]
     requests = [request(str(i), tokens, PARAMS) for i, tokens in enumerate(prompts)]
@@ -195,21 +210,25 @@ def test_drafts_preemption_and_company_change_no_choice(runner: CpuRunner, inter
             assert same(answers[str(index), 0], one)
 
 
-def test_rows_choose_once_an_interval(runner: CpuRunner) -> None:
+@each_rule
+def test_rows_choose_once_an_interval(runner: CpuRunner, choosing: ChosenPages) -> None:
     counts = []
     for interval in (1, 4):
-        one = build_engine(runner, method=replace(PAGES, choice_interval=interval))
+        one = build_engine(runner, method=replace(choosing, choice_interval=interval))
         ask(one, prompt(200))
         counts.append(reads(one).choices)
         assert reads(one).rows == 39
     assert counts == [39, 10]
 
 
-def test_pages_read_are_constant_once_the_text_exceeds_the_budget(llama: Checkpoint) -> None:
+@each_rule
+def test_pages_read_are_constant_once_the_text_exceeds_the_budget(
+    llama: Checkpoint, choosing: ChosenPages
+) -> None:
     runner = torch_runner(llama, slots=1400)
     read = []
     for length in (100, 200, 400, 450):
-        one = build_engine(runner, method=PAGES)
+        one = build_engine(runner, method=choosing)
         ask(one, prompt(length))
         found = reads(one)
         heads = llama.config.layers * llama.config.query_heads
@@ -234,7 +253,7 @@ def test_layers_may_have_no_head_that_chooses_or_none_that_streams(
     """Prompts below the sinks among them; both runners agree."""
     small = small_method("lserve", llama.config)
     assert isinstance(small, SplitPages)
-    method = replace(small, retrieval=retrieval, page_rule=PAGES.page_rule)
+    method = replace(small, retrieval=retrieval, selection_rule=PAGES.selection_rule)
     found = ask(build_engine(runner, method=method), prompt(length))
     expected = ask(build_engine(torch_runner(llama, slots=300), method=method), prompt(length))
     assert found.tokens == expected.tokens

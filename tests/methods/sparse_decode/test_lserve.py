@@ -45,3 +45,9 @@ def test_streaming_heads_need_gates_and_layers_that_see_everything(tmp_path: Pat
     assert LServe(static=0).for_model(ServedModel(config=windowed, digest="d"))
     with pytest.raises(InvalidRequestError, match="duoattention has to be calibrated"):
         LServe().for_model(ServedModel(config=CONFIG, digest="d"))
+
+
+@pytest.mark.parametrize("dtype", ["i8", "i4"])
+def test_quantised_pools_are_refused(dtype: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"lserve: .* f16, bf16 or f32, not {dtype} "):
+        LServe().for_model(ServedModel(CONFIG, kv_cache_dtype=dtype))

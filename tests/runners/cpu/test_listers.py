@@ -14,7 +14,9 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import LayerProbe, query_blocks
+from midfill.runners.forward.page_selection import Search
 from midfill.runners.forward.runner import Runner
+from midfill.runners.forward.tree_search import TreeRule
 from serving import torch_runner
 
 PREFIX, ROWS = 200, 300
@@ -110,6 +112,56 @@ def test_a_planner_sees_the_same_in_both_runners(
         for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
             np.testing.assert_allclose(one, other, atol=tolerance)
     runner.close()
+
+
+SEARCHES = [
+    TreeRule(blocks=20, block=2, window=24, sinks=5),
+    TreeRule(blocks=13, block=3, window=70, sinks=0, search=Search.FIRSTS),
+    TreeRule(blocks=100, block=2, window=24, sinks=5),
+    TreeRule(blocks=0, window=24),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 40, 64, 65, ROWS])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_blocks_of_rows_find_the_same_in_both_runners(
+    llama: Checkpoint, runner: CpuRunner, rows: int, stride: int
+) -> None:
+    """Also where the first blocks read everything and only later ones search."""
+    planners = [
+        MadePlanner(look=lambda probe: [probe.search(rule, stride) for rule in SEARCHES])
+        for _ in range(2)
+    ]
+    prefill(runner, planners[0], rows)
+    prefill(torch_runner(llama, slots=1500), planners[1], rows)
+    for found, expected in zip(planners[0].seen, planners[1].seen, strict=True):
+        for one, other, rule in zip(found, expected, SEARCHES, strict=True):  # type: ignore[call-overload]
+            assert one.shape == (query_blocks(rows), runner.config.query_heads, rule.width)
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "bf16"])
+def test_searches_find_mostly_the_same_among_rounded_keys(
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
+) -> None:
+    rounded = cpu_runner(llama, kv_cache_dtype)
+    planners = [MadePlanner(look=lambda probe: probe.search(SEARCHES[0], 2)) for _ in range(2)]
+    prefill(rounded, planners[0])
+    prefill(torch_runner(llama, slots=1500), planners[1])
+    for found, expected in zip(planners[0].seen, planners[1].seen, strict=True):
+        assert np.mean(np.equal(found, expected)) > 0.8  # type: ignore[call-overload]
+    rounded.close()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["i8", "i4"])
+def test_quantised_pools_are_not_searched(
+    llama: Checkpoint, kv_cache_dtype: KVCacheDtypeName
+) -> None:
+    quantised = cpu_runner(llama, kv_cache_dtype)
+    planner = MadePlanner(look=lambda probe: probe.search(SEARCHES[0], 2))
+    with pytest.raises(ValueError, match="not quantised"):
+        prefill(quantised, planner)
+    quantised.close()
 
 
 def test_masses_are_sums_of_softmax_weights_by_key_and_by_distance(runner: CpuRunner) -> None:

@@ -15,12 +15,20 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.page_selection import PageRule, PageSelection
+from midfill.runners.forward.page_selection import (
+    PageRule,
+    PageSelection,
+    Search,
+    SelectionRule,
+)
 from midfill.runners.forward.runner import Runner
+from midfill.runners.forward.tree_search import TreeRule
 from serving import torch_runner
 
 SLOTS, BEFORE = 700, 333
 RULE = PageRule(pages=4, page=16, summary=4)
+TREE = TreeRule(blocks=20, block=2, window=24, sinks=5)
+each_rule = pytest.mark.parametrize("rule", [RULE, TREE], ids=["pages", "tree"])
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, SLOTS).astype(np.int32)
 
 
@@ -65,7 +73,7 @@ def selection(
     made_by: list[int],
     of_row: list[int],
     *,
-    rule: PageRule = RULE,
+    rule: SelectionRule = RULE,
     first: int = BEFORE,
     heads: np.ndarray | None = None,
     before: np.ndarray | None = None,
@@ -73,7 +81,7 @@ def selection(
 ) -> PageSelection:
     config = runner.config
     count = rule.summaries(first + rows)
-    shape = (len(made_by), config.layers, config.query_heads, rule.pages)
+    shape = (len(made_by), config.layers, config.query_heads, rule.width)
     chosen = np.full(shape, -7, np.int32)
     if before is not None:
         chosen[0] = before
@@ -126,36 +134,78 @@ class TestTheKernelsAgreeWithTheReference:
         read = 3 * RULE.page + np.arange(BEFORE, BEFORE + 6) % RULE.page + 1
         assert (own.pairs == cpu.config.layers * read[:, None]).all()
 
-    def test_heads_that_do_not_choose(self, cpu: CpuRunner, llama: Checkpoint) -> None:
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            TREE,
+            replace(TREE, search=Search.FIRSTS),
+            replace(TREE, search=Search.EVERY_KEY),
+            replace(TREE, blocks=13, block=3, sinks=0),
+            replace(TREE, block=1),
+            replace(TREE, blocks=0),
+            replace(TREE, blocks=1, window=1),
+            replace(TREE, blocks=(BEFORE + 1 - 24 - 5) // 2 - 1),
+        ],
+    )
+    def test_tree_searches(self, cpu: CpuRunner, llama: Checkpoint, rule: TreeRule) -> None:
+        """Among them one that splits only its last nodes, and one that chooses nothing."""
+        own = self.both(cpu, llama, rule=rule)
+        firsts = [BEFORE + row + 1 - rule.window for row in (0, 3)]
+        assert (own.chosen[..., 0] == np.array(firsts)[:, None, None]).all()
+        blocks = own.chosen[..., 1:]
+        assert (np.diff(blocks, axis=-1) > 0).all()
+        if rule.blocks:
+            assert blocks.min() >= 0
+            assert blocks.max() < rule.candidates(BEFORE + 4)
+        keys = rule.sinks + rule.blocks * rule.block + rule.window
+        read = keys + np.array([0, 1, 2, 0, 1, 2])
+        spare = own.pairs - cpu.config.layers * read[:, None]
+        assert (spare <= 0).all()
+        assert spare.min() >= -cpu.config.layers * (rule.block - 1), "the last block may be cut"
+
+    @each_rule
+    def test_heads_that_do_not_choose(
+        self, cpu: CpuRunner, llama: Checkpoint, rule: SelectionRule
+    ) -> None:
         heads = np.ones((cpu.config.layers, cpu.config.kv_heads), bool)
         heads[0, 0] = heads[1] = False
-        own = self.both(cpu, llama, heads=heads)
+        own = self.both(cpu, llama, heads=heads, rule=rule)
         assert (own.chosen[:, 1, :, 0] == 0).all()
         assert (own.chosen[:, 1, :, 1:] == -1).all()
 
 
-def test_a_budget_of_all_keys_gives_the_bits_of_dense_attention(cpu: CpuRunner) -> None:
+@pytest.mark.parametrize(
+    ("rule", "tighter"),
+    [
+        (PageRule(pages=(BEFORE + 5) // 16 + 1, page=16, summary=4), RULE),
+        (replace(TREE, blocks=(BEFORE + 5 - 24 - 5) // 2 + 1), TREE),
+    ],
+)
+def test_a_budget_of_all_keys_gives_the_bits_of_dense_attention(
+    cpu: CpuRunner, rule: SelectionRule, tighter: SelectionRule
+) -> None:
     cpu.forward(batch(0, BEFORE))
     dense = run(cpu, 5, None)
-    rule = PageRule(pages=(BEFORE + 5) // 16 + 1, page=16, summary=4)
     own = selection(cpu, 5, [0, 4], [0, 0, 0, 0, 1], rule=rule)
     assert np.array_equal(run(cpu, 5, AttentionPlan(selection=own)), dense)
     assert (own.pairs == cpu.config.layers * (BEFORE + 1 + np.arange(5))[:, None]).all()
-    tighter = selection(cpu, 5, [0], [0] * 5)
-    assert not np.array_equal(run(cpu, 5, AttentionPlan(selection=tighter)), dense)
+    fewer = selection(cpu, 5, [0], [0] * 5, rule=tighter)
+    assert not np.array_equal(run(cpu, 5, AttentionPlan(selection=fewer)), dense)
 
 
-def test_a_row_has_the_same_bits_alone_and_with_others(cpu: CpuRunner) -> None:
+@each_rule
+def test_a_row_has_the_same_bits_alone_and_with_others(cpu: CpuRunner, rule: SelectionRule) -> None:
     """Choices that were made before are used like those that the step makes."""
     cpu.forward(batch(0, BEFORE))
-    own = selection(cpu, 6, [0, 3], [0, 0, 0, 1, 1, 1])
+    own = selection(cpu, 6, [0, 3], [0, 0, 0, 1, 1, 1], rule=rule)
     whole = run(cpu, 6, AttentionPlan(selection=own))
     found, before = [], None
     for row in range(6):
         made = [0] if row in (0, 3) else [-1]
         one = selection(
-            cpu, 1, made, [0], first=BEFORE + row, before=before, known=row not in (0, 3)
-        )
+            cpu, 1, made, [0], rule=rule, first=BEFORE + row, before=before,
+            known=row not in (0, 3),
+        )  # fmt: skip
         found.append(cpu.forward(batch(BEFORE + row, 1, AttentionPlan(selection=one))).copy())
         before = one.chosen[0]
     assert np.array_equal(np.concatenate(found), whole)
@@ -177,22 +227,26 @@ def test_summaries_are_kept_from_step_to_step(cpu: CpuRunner) -> None:
     assert parts.summary_bytes == parts._summaries.nbytes > 0
 
 
-def test_cells_are_pages_like_slots(cpu: CpuRunner) -> None:
+@each_rule
+def test_cells_are_pages_like_slots(cpu: CpuRunner, rule: SelectionRule) -> None:
     """Where the first keys are cells, as after eviction, their pages are the same."""
     config = cpu.config
     cpu.forward(batch(0, BEFORE))
-    slots = selection(cpu, 4, [0], [0] * 4)
+    slots = selection(cpu, 4, [0], [0] * 4, rule=rule)
     expected = run(cpu, 4, AttentionPlan(selection=slots))
     index = uniform_ragged_index(
         np.arange(7, 207, dtype=np.int32), config.layers * config.kv_heads, SLOTS
     )
-    cells = selection(cpu, 4, [0], [0] * 4)
+    cells = selection(cpu, 4, [0], [0] * 4, rule=rule)
     found = run(cpu, 4, AttentionPlan(index, selection=cells), cells=200)
     assert np.array_equal(cells.chosen, slots.chosen)
     assert np.array_equal(found, expected)
 
 
-def test_heads_may_hold_different_cells(cpu: CpuRunner, llama: Checkpoint) -> None:
+@each_rule
+def test_heads_may_hold_different_cells(
+    cpu: CpuRunner, llama: Checkpoint, rule: SelectionRule
+) -> None:
     """Heads that don't choose hold few keys, the others all."""
     config = cpu.config
     heads = np.ones((config.layers, config.kv_heads), bool)
@@ -201,7 +255,7 @@ def test_heads_may_hold_different_cells(cpu: CpuRunner, llama: Checkpoint) -> No
     found, made = [], []
     for runner in (torch_runner(llama, slots=SLOTS), cpu):
         runner.forward(batch(0, BEFORE))
-        own = selection(runner, 3, [0, 2], [0, 0, 1], heads=heads)
+        own = selection(runner, 3, [0, 2], [0, 0, 1], rule=rule, heads=heads)
         plan = AttentionPlan(cells_of(runner, counts), selection=own)
         found.append(run(runner, 3, plan, cells=240))
         made.append(own)
@@ -210,9 +264,10 @@ def test_heads_may_hold_different_cells(cpu: CpuRunner, llama: Checkpoint) -> No
         assert np.array_equal(made[0].pairs, made[1].pairs)
 
 
-def test_other_requests_of_the_step_keep_their_bits(cpu: CpuRunner) -> None:
+@each_rule
+def test_other_requests_of_the_step_keep_their_bits(cpu: CpuRunner, rule: SelectionRule) -> None:
     cpu.forward(batch(0, BEFORE))
-    alone = run(cpu, 1, AttentionPlan(selection=selection(cpu, 1, [0], [0])))
+    alone = run(cpu, 1, AttentionPlan(selection=selection(cpu, 1, [0], [0], rule=rule)))
     plain = replace(batch(20, 5), write_slots=np.arange(650, 655, dtype=np.int32))
     plain = replace(plain, kv_slots=np.append(plain.kv_slots[:20], plain.write_slots))
     expected = cpu.forward(plain).copy()
@@ -225,14 +280,21 @@ def test_other_requests_of_the_step_keep_their_bits(cpu: CpuRunner) -> None:
         kv_indptr=np.array([0, 25, 25 + len(own.kv_slots)], np.int32),
         kv_slots=np.append(plain.kv_slots, own.kv_slots),
         logit_rows=np.arange(6, dtype=np.int32),
-        attention=(None, AttentionPlan(selection=selection(cpu, 1, [0], [0]))),
+        attention=(None, AttentionPlan(selection=selection(cpu, 1, [0], [0], rule=rule))),
     )
     found = cpu.forward(both)
     assert np.array_equal(found[:5], expected)
     assert np.array_equal(found[5:], alone)
 
 
-def test_windowed_layers_keep_their_window(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize(
+    ("own_rule", "whole"),
+    [(RULE, PageRule(pages=60, page=16, summary=4)), (TREE, replace(TREE, blocks=200))],
+    ids=["pages", "tree"],
+)
+def test_windowed_layers_keep_their_window(
+    tmp_path_factory: pytest.TempPathFactory, own_rule: SelectionRule, whole: SelectionRule
+) -> None:
     """Where only some layers see all, these choose; the others read their window as before."""
     folder = write_variant("gemma3", tmp_path_factory.mktemp("tiny") / "gemma")
     checkpoint = open_checkpoint(folder)
@@ -248,14 +310,13 @@ def test_windowed_layers_keep_their_window(tmp_path_factory: pytest.TempPathFact
         found, made = [], []
         for each in (reference, runner):
             each.forward(batch(0, BEFORE))
-            own = selection(each, 3, [0, 2], [0, 0, 1])
+            own = selection(each, 3, [0, 2], [0, 0, 1], rule=own_rule)
             found.append(run(each, 3, AttentionPlan(selection=own)))
             made.append(own)
         np.testing.assert_allclose(found[1], found[0], atol=5e-3, rtol=0.0)
-        rule = PageRule(pages=60, page=16, summary=4)
         runner.forward(batch(0, BEFORE))
         dense = run(runner, 3, None)
-        own = selection(runner, 3, [0], [0] * 3, rule=rule)
+        own = selection(runner, 3, [0], [0] * 3, rule=whole)
         np.testing.assert_allclose(
             run(runner, 3, AttentionPlan(selection=own)), dense, atol=1e-4, rtol=0.0
         )
@@ -283,6 +344,9 @@ class TestRefused:
         for changed, message in (
             (replace(fits, rule=PageRule(1)), "at least 2 pages"),
             (replace(fits, rule=PageRule(4, 16, 5)), "whole summaries"),
+            (replace(fits, rule=TreeRule(4, window=0)), "needs a window"),
+            (replace(fits, rule=TreeRule(-1)), "needs a window and blocks"),
+            (replace(fits, rule=TreeRule(4, search=Search.SUMMARIES)), "no summaries"),
             (replace(fits, chosen=fits.chosen[:, :1]), "another model"),
             (replace(fits, of_row=fits.of_row[:1]), "1 rows, not 2"),
             (replace(fits, of_row=fits.of_row + 1), "choices 0 to 0"),

@@ -29,6 +29,7 @@ from midfill.methods.sparse_prefill.minference import (
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.forward.attention import QUERY_BLOCK
+from midfill.runners.forward.tree_search import TreeRule
 from midfill.runners.loading import load_runner
 from midfill.runners.torch.part_attention import TorchProbe
 from midfill.system.progress import Progress
@@ -193,6 +194,10 @@ class KnownLayer:
     def mean_keys(self, block: int) -> Float32Array:
         """See ``LayerProbe.mean_keys``."""
         return self.keys
+
+    def search(self, rule: TreeRule, stride: int) -> Int32Array:
+        """Not asked for by any pattern."""
+        raise NotImplementedError
 
     def evaluate(self, mask: BoolArray) -> tuple[Float64Array, Float64Array]:
         """Return a mask's share of the attention and of the products, per head: [query_heads].

@@ -24,10 +24,14 @@ from midfill.methods.evict.streaming_heads import (
     check_rule,
     refuse_windows,
 )
-from midfill.methods.served_model import ServedModel
-from midfill.methods.sparse_decode.method import ChosenPages, PageChoice, SparseDecodeMethod
+from midfill.methods.served_model import ServedModel, refuse_quantized_cache
+from midfill.methods.sparse_decode.method import (
+    ChosenPages,
+    PageChoice,
+    SparseDecodeMethod,
+)
 from midfill.models.config import ModelConfig
-from midfill.runners.forward.page_selection import PageRule
+from midfill.runners.forward.page_selection import PageRule, SelectionRule
 
 NAME = "lserve"
 PAGE, SUMMARY = 64, 16
@@ -69,18 +73,19 @@ class LServe:
         return StreamingRule(self.sinks, self.recent)
 
     @property
-    def page_rule(self) -> PageRule:
+    def selection_rule(self) -> PageRule:
         """What the other heads read."""
         return PageRule(self.budget // PAGE, PAGE, SUMMARY)
 
     def for_model(self, model: ServedModel) -> "SparseDecodeMethod":
         """See ``ModelSpecific.for_model``."""
+        refuse_quantized_cache(NAME, model)
         if not self.static:
-            return ChosenPages(self.page_rule, self.interval)
+            return ChosenPages(self.selection_rule, self.interval)
         refuse_windows(NAME, model.config)
         gates = load_tables(duoattention.NAME, duoattention.VERSION, model)["gates"]
         retrieval = tuple(duoattention.retrieval_heads(gates, self.static).tolist())
-        return SplitPages(self.streaming_rule, retrieval, self.page_rule, self.interval)
+        return SplitPages(self.streaming_rule, retrieval, self.selection_rule, self.interval)
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,10 @@ class SplitPages(HeadSplit):
     """Heads that stream, and others that choose pages; implements ``SparseDecodeMethod``, too.
 
     Attributes:
-        page_rule, choice_interval, page_choice: see ``SparseDecodeMethod``.
+        selection_rule, choice_interval, page_choice: see ``SparseDecodeMethod``.
     """
 
-    page_rule: PageRule
+    selection_rule: SelectionRule
     choice_interval: int
     page_choice: PageChoice | None = None
 

@@ -1,4 +1,4 @@
-"""SparseDecodeMethod: the protocol of methods whose rows choose pages of keys while they decode.
+"""SparseDecodeMethod: the protocol of methods whose rows choose keys while they decode.
 
 The prompt is computed exactly, and its KV is the tenant's. Rows after it attend to the pages that a
 query chose, so their KV is approximate: it is the sequence's own, and never cached. What a row
@@ -13,10 +13,10 @@ import numpy as np
 
 from midfill.arrays import BoolArray, Int32Array
 from midfill.models.config import ModelConfig
-from midfill.runners.forward.page_selection import PageRule
+from midfill.runners.forward.page_selection import SelectionRule
 
-PageChoice = Callable[[ModelConfig, PageRule, int], Int32Array]
-"""Chooses pages for a row that sees so many keys, without its query: [layers, query_heads, pages],
+PageChoice = Callable[[ModelConfig, SelectionRule, int], Int32Array]
+"""Chooses pages for a row that sees so many keys, without its query: [layers, query_heads, width],
 see ``PageSelection.chosen``; called where there are more pages than are read."""
 
 
@@ -25,8 +25,8 @@ class SparseDecodeMethod(Protocol):
     """A method with its hyper-parameters, ready for a model. It has no state."""
 
     @property
-    def page_rule(self) -> PageRule:
-        """How many pages rows read, and of what size."""
+    def selection_rule(self) -> SelectionRule:
+        """How much rows read, and what they choose it by."""
 
     @property
     def choice_interval(self) -> int:
@@ -42,16 +42,20 @@ class SparseDecodeMethod(Protocol):
 
 @dataclass(frozen=True)
 class ChosenPages:
-    """Implements ``SparseDecodeMethod`` for heads that all choose.
+    """Implements ``SparseDecodeMethod`` for heads that all choose, but for those of first layers.
 
     Attributes:
-        page_rule, choice_interval, page_choice: see there.
+        selection_rule, choice_interval, page_choice: see there.
+        dense_layers: first layers whose heads read all keys.
     """
 
-    page_rule: PageRule
+    selection_rule: SelectionRule
     choice_interval: int
     page_choice: PageChoice | None = None
+    dense_layers: int = 0
 
     def choosing_heads(self, config: ModelConfig) -> BoolArray:
         """See ``SparseDecodeMethod``."""
-        return np.ones((config.layers, config.kv_heads), bool)
+        chooses = np.ones((config.layers, config.kv_heads), bool)
+        chooses[: self.dense_layers] = False
+        return chooses

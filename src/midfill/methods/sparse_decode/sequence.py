@@ -25,7 +25,7 @@ from midfill.methods.sparse_decode.method import SparseDecodeMethod
 from midfill.methods.sparse_decode.summaries import SummaryTable
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import AttentionPlan
-from midfill.runners.forward.page_selection import PageSelection
+from midfill.runners.forward.page_selection import PageSelection, reads_all
 
 _KEPT_CHOICES = 16
 """Answers may lose their last tokens again; so far back they still know their choices."""
@@ -82,7 +82,7 @@ class PageReader(SequenceMethod):
     """
 
     title = "the method of sparse decoding"
-    changes = frozenset({Aspect.LISTS})
+    changes = frozenset({Aspect.READS})
 
     def __init__(
         self, name: str, method: SparseDecodeMethod, state: ReadingState, prompt: int
@@ -127,12 +127,12 @@ class PageReader(SequenceMethod):
 
     def _select(self, first: int, end: int) -> PageSelection:
         """Return what the rows of the tokens first <= i < end choose."""
-        config, rule = self._state.config, self._method.page_rule
+        config, rule = self._state.config, self._method.selection_rule
         points = [self._choice_point(position) for position in range(first, end)]
         if points[0] < first and points[0] not in self._choices:
             points = [max(point, first) for point in points]  # forgotten: the first row chooses
         made = sorted(set(points))
-        shape = (len(made), config.layers, config.query_heads, rule.pages)
+        shape = (len(made), config.layers, config.query_heads, rule.width)
         chosen = np.zeros(shape, np.int32)
         made_by, needed = np.full(len(made), -1, np.int32), 0
         for place, point in enumerate(made):
@@ -165,8 +165,8 @@ class PageReader(SequenceMethod):
 
     def _given_choice(self, position: int) -> Int32Array | None:
         """Return a row's choice that needs no query; None where its query makes it."""
-        choice, rule = self._method.page_choice, self._method.page_rule
-        if choice is None or rule.newest(position + 1) < rule.pages:
+        choice, rule = self._method.page_choice, self._method.selection_rule
+        if choice is None or reads_all(rule, position + 1):
             return None
         return choice(self._state.config, rule, position + 1)
 
@@ -175,17 +175,22 @@ class PageReader(SequenceMethod):
         interval = self._method.choice_interval
         return max(position // interval * interval, self._prompt)
 
+    def _complete(self, keys: int) -> int:
+        """Return how many summaries so many keys fill."""
+        size = self._method.selection_rule.summary
+        return keys // size if size else 0
+
     def _find_summaries(self, sequence: SequenceView) -> None:
         """Find the summaries of the prompt, by the slots of its pages' ends."""
-        kv, size = sequence.kv, self._method.page_rule.summary
-        if kv is None or len(self._entries) or self._prompt < size:
+        kv, count = sequence.kv, self._complete(self._prompt)
+        if kv is None or len(self._entries) or not count:
             return
-        table = self._state.table
+        table, size = self._state.table, self._method.selection_rule.summary
         if kv.prefix is None:
             ends = kv.slots[size - 1 : self._prompt : size]
             self._entries = table.find((size, self._heads.tobytes()), ends)
         else:
-            self._entries = table.create(self._prompt // size)
+            self._entries = table.create(count)
 
     # --- what happens to it
 
@@ -193,7 +198,7 @@ class PageReader(SequenceMethod):
         """See ``SequenceMethod``: what was computed of drafts may be wrong, and doesn't count."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pages = sequence.computed // self._method.page_rule.summary
+            pages = self._complete(sequence.computed)
             self._state.table.mark(self._entries[: min(len(pending.entries), pages)], written=True)
             self._count(pending, sequence.computed)
         return sequence.computed
@@ -217,7 +222,7 @@ class PageReader(SequenceMethod):
         """See ``SequenceMethod``."""
         for point in [point for point in self._choices if point >= computed]:
             del self._choices[point]
-        pages = max(computed, self._prompt) // self._method.page_rule.summary
+        pages = self._complete(max(computed, self._prompt))
         self._state.table.mark(self._entries[pages:], written=False)
 
     def restart(self) -> None:
@@ -231,7 +236,7 @@ class PageReader(SequenceMethod):
         """See ``SequenceMethod``."""
         twin = PageReader(self.name, self._method, self._state, self._prompt)
         # Pages that come after the prompt's are written for each answer by itself.
-        twin._entries = self._entries[: self._prompt // self._method.page_rule.summary].copy()
+        twin._entries = self._entries[: self._complete(self._prompt)].copy()
         twin._choices = dict(self._choices)
         self._state.table.share(twin._entries)
         return twin

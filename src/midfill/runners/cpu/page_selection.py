@@ -8,10 +8,26 @@ import numpy as np
 from midfill.arrays import Int32Array, Int64Array
 from midfill.kernels.cpu.attention_parts import SelectorTable
 from midfill.kernels.cpu.kv_cache import KVArray
-from midfill.kernels.cpu.parts.page_selector import RECORD_FIELDS
+from midfill.kernels.cpu.parts.page_selector import (
+    BY_CENTRES,
+    BY_EVERY_KEY,
+    BY_FIRSTS,
+    BY_SUMMARIES,
+    CHOICES,
+    RECORD_FIELDS,
+    ROOM,
+)
+from midfill.kernels.cpu.parts.tree_search import SEARCH_ROOM
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import SpanLists
-from midfill.runners.forward.page_selection import PageSelection
+from midfill.runners.forward.page_selection import PageSelection, Search, SelectionRule
+
+_SEARCHES = {
+    Search.SUMMARIES: BY_SUMMARIES,
+    Search.CENTRES: BY_CENTRES,
+    Search.FIRSTS: BY_FIRSTS,
+    Search.EVERY_KEY: BY_EVERY_KEY,
+}
 
 
 class PackedSelections(NamedTuple):
@@ -21,7 +37,7 @@ class PackedSelections(NamedTuple):
         first: int32 [requests], where each request's record starts, -1 if it has none.
         numbers: int32, the records.
         scores: how many scores of pages they make.
-        lists: room for the lists of all rows; every list has as many spans as pages are read.
+        lists: room for the lists of all rows, of as many spans each as a rule's rows read at most.
         selections: those that there are, with the place of their choices in ``numbers``.
     """
 
@@ -75,8 +91,8 @@ def pack_selections(
         records.append(record)
         present.append((selection, at + chosen_at))
         at += len(record)
-        scores += int(record[3]) * config.query_heads * int(record[5])
-        spans += [selection.rule.pages] * selection.pairs.size
+        scores += int(record[CHOICES]) * config.query_heads * int(record[ROOM])
+        spans += [selection.rule.spans] * selection.pairs.size
     indptr = np.zeros(len(spans) + 1, np.int32)
     np.cumsum(spans, out=indptr[1:])
     lists = SpanLists(indptr, np.zeros((int(indptr[-1]), 2), np.int32))
@@ -89,18 +105,36 @@ def _record(
     config: ModelConfig, selection: PageSelection, seen: int, scores_at: int
 ) -> tuple[Int32Array, int]:
     """Return a request's record, and where in it the choices start; see ``page_selector``."""
-    rule = selection.rule
+    rule, choices = selection.rule, len(selection.made_by)
+    room, nodes = _room(rule, seen), 0
+    if rule.search is not Search.SUMMARIES and (selection.made_by >= 0).any():
+        nodes = room * choices * config.query_heads
     arrays = (
         selection.heads.astype(np.int32).reshape(-1),
         selection.of_row,
         selection.made_by,
         selection.entries,
         selection.missing,
+        np.zeros(nodes, np.int32),
         selection.chosen.reshape(-1),
     )
     places = np.cumsum([RECORD_FIELDS, *(len(array) for array in arrays[:-1])]).tolist()
     fields = (
-        rule.summary, rule.page, rule.pages, len(selection.made_by), len(selection.missing),
-        rule.newest(seen), *places, scores_at,
+        rule.summary, rule.page, rule.width, choices, len(selection.missing), room, *places,
+        scores_at, _SEARCHES[rule.search], rule.sinks, rule.window,
     )  # fmt: skip
     return np.concatenate((np.array(fields, np.int32), *arrays)), places[-1]
+
+
+def _room(rule: SelectionRule, seen: int) -> int:
+    """Return how many scores a choice needs in a query head; a search needs as many for its nodes.
+
+    Args:
+        rule: how it is made.
+        seen: the most keys that its row sees in any head.
+    """
+    candidates = rule.candidates(seen)
+    if rule.search is Search.SUMMARIES:
+        return candidates
+    ranked = candidates if rule.search is Search.EVERY_KEY else 2 * (rule.width - 1)
+    return SEARCH_ROOM * ranked

@@ -23,6 +23,7 @@ from midfill.kernels.cpu.attention_parts import (
     REQUEST_FIELDS,
     AttentionParts,
     QuantizedTable,
+    SelectorTable,
     no_parts,
 )
 from midfill.kernels.cpu.calls import kernel_address
@@ -34,6 +35,7 @@ from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, PartKeys, PartScratch
 from midfill.kernels.cpu.parts.page_selector import MAX_GROUP, select_pages
 from midfill.kernels.cpu.parts.probe import mean_keys, probe_masses
 from midfill.kernels.cpu.parts.quantized_attention import attend_quantized_segment
+from midfill.kernels.cpu.parts.tree_search import SEARCH_ROOM, search_keys
 from midfill.kernels.cpu.ragged_cells import HeadKeys, pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES
@@ -44,6 +46,7 @@ from midfill.kv.quantized_layout import CELLS_AT
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.page_selection import PackedSelections, pack_selections
 from midfill.runners.forward.attention import (
+    QUERY_BLOCK,
     AttentionPlan,
     KeyLister,
     KeyPart,
@@ -51,6 +54,8 @@ from midfill.runners.forward.attention import (
     query_blocks,
 )
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.page_selection import Search
+from midfill.runners.forward.tree_search import TreeRule
 
 
 class PartAttention:
@@ -166,6 +171,27 @@ class PartAttention:
             means.reshape(-1),
         )  # fmt: skip
         return means[:, : -(-keys // block)]
+
+    def search(self, layer: int, probe: "CpuProbe", rule: TreeRule, stride: int) -> Int32Array:
+        """See ``LayerProbe.search``."""
+        if self._cache.keys.dtype in (np.int8, np.uint8):
+            raise ValueError("keys are searched where they are not quantised")
+        blocks, heads = query_blocks(probe.rows), self.config.query_heads
+        room = blocks * heads * 2 * SEARCH_ROOM * rule.blocks
+        chosen = blocks * heads * rule.width
+        nothing = np.zeros(0, np.int32)
+        table = SelectorTable(
+            0, nothing, np.zeros(chosen + room, np.int32), self._summaries, self._capacity,
+            np.zeros(room, np.float32),
+        )  # fmt: skip
+        self._pool.run(
+            search_keys, self._layer_kv(layer), self._heads, probe.queries,
+            probe.parts._replace(selector=table), probe.part, probe.row, probe.rows,
+            probe.visible_at, QUERY_BLOCK, stride, rule.blocks, rule.block, rule.window,
+            rule.sinks, int(rule.search is Search.CENTRES),
+        )  # fmt: skip
+        found: Int32Array = table.numbers[:chosen].reshape(blocks, heads, rule.width)
+        return found
 
     def _prepare(
         self, batch: ForwardBatch, plans: Sequence[tuple[int, AttentionPlan]]
@@ -408,6 +434,10 @@ class CpuProbe:
     def mean_keys(self, block: int) -> Float32Array:
         """See ``LayerProbe.mean_keys``."""
         return self._attention.mean_keys(self.layer, self, block)
+
+    def search(self, rule: TreeRule, stride: int) -> Int32Array:
+        """See ``LayerProbe.search``."""
+        return self._attention.search(self.layer, self, rule, stride)
 
     def _rows(self) -> Float32Array:
         """Return a view of the request's rotated queries: [rows, query_heads, head_dim]."""

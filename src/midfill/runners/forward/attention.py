@@ -24,6 +24,7 @@ from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from midfill.kv.ragged import RaggedIndex
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.page_selection import PageSelection
+from midfill.runners.forward.tree_search import TreeRule
 
 QUERY_BLOCK = 64
 """Rows of a query block; the last one of a batch may have fewer."""
@@ -143,6 +144,15 @@ class LayerProbe(Protocol):
 
         Returns:
             [kv_heads, blocks, head_dim].
+        """
+
+    def search(self, rule: TreeRule, stride: int) -> Int32Array:
+        """Return which keys each block of 64 rows chooses: [blocks, query_heads, width] int32.
+
+        Args:
+            rule: how they are found; not by every key.
+            stride: every so many rows of a block search together, from its first one on; all keys
+                before the first row's window are searched.
         """
 
 

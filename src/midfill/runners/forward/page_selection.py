@@ -10,9 +10,14 @@ A *choice* is the newest page of the row that makes it, and the best ones before
 use it, too: they attend to the chosen pages and to everything from the newest one on, so that no
 row misses itself or a key that came after the choice. A row that sees no more pages than are chosen
 chooses all of them.
+
+A tree search chooses otherwise, of smaller blocks without summaries (``tree_search``). What the two
+have in common is a ``SelectionRule``: the rest of a step's machinery knows no more of them.
 """
 
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
 
 import numpy as np
 
@@ -20,9 +25,91 @@ from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from midfill.models.config import ModelConfig
 
 
+class Search(Enum):
+    """How a query finds the pages that it takes: among their summaries, or by keys themselves."""
+
+    SUMMARIES = auto()
+    """All pages are scored by their summaries."""
+    CENTRES = auto()
+    """A tree search, whose nodes are scored by the block at their centre."""
+    FIRSTS = auto()
+    """A tree search, whose nodes are scored by their first block."""
+    EVERY_KEY = auto()
+    """All blocks are scored, each by the best of its keys."""
+
+
+class SelectionRule(Protocol):
+    """How rows choose among pages or blocks of keys, called pages here, and what they then read.
+
+    A choice is ``width`` numbers: first where that begins which rows read without choosing it, then
+    the chosen pages in order.
+    """
+
+    @property
+    def width(self) -> int:
+        """How many numbers a choice has; as many pages less one are chosen."""
+
+    @property
+    def spans(self) -> int:
+        """The most spans of keys that a row reads."""
+
+    @property
+    def search(self) -> Search:
+        """How pages are found."""
+
+    @property
+    def page(self) -> int:
+        """Keys per page."""
+
+    @property
+    def sinks(self) -> int:
+        """First keys that all rows read; pages follow them."""
+
+    @property
+    def window(self) -> int:
+        """Last keys that all rows read; 0 where it is the newest page instead."""
+
+    @property
+    def summary(self) -> int:
+        """Keys per summary; 0 where keys are not summarised."""
+
+    def check(self) -> None:
+        """Check that it makes sense.
+
+        Raises:
+            ValueError: it doesn't.
+        """
+
+    def first(self, seen: int) -> int:
+        """Return the first number of a choice by a row that sees so many keys."""
+
+    def candidates(self, seen: int) -> int:
+        """Return how many pages such a row chooses from; all keys are read if it takes them all."""
+
+    def summaries(self, seen: int) -> int:
+        """Return how many summaries such a row's choice needs."""
+
+    def tail(self, first: int) -> int:
+        """Return the key from which on all are read, by the first number of a choice."""
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return a page's first key and the one after its last."""
+
+    def choose(self, query: Float32Array, keys: Float32Array) -> Int32Array:
+        """Return what a query chooses where there are more pages than it takes: the plain form.
+
+        Args:
+            query: [head_dim], rotated.
+            keys: [n, head_dim], rotated, the row's own last.
+
+        Returns:
+            [width] int32.
+        """
+
+
 @dataclass(frozen=True)
 class PageRule:
-    """How many keys are read, and what they are chosen by.
+    """How many keys are read, and what they are chosen by; implements ``SelectionRule``.
 
     Attributes:
         pages: that a row reads, its newest one included; at least 2.
@@ -34,13 +121,66 @@ class PageRule:
     page: int = 64
     summary: int = 16
 
+    @property
+    def width(self) -> int:
+        """See ``SelectionRule``: the newest page, and the others."""
+        return self.pages
+
+    @property
+    def spans(self) -> int:
+        """See ``SelectionRule``."""
+        return self.pages
+
+    @property
+    def search(self) -> Search:
+        """See ``SelectionRule``."""
+        return Search.SUMMARIES
+
+    @property
+    def sinks(self) -> int:
+        """See ``SelectionRule``: none."""
+        return 0
+
+    @property
+    def window(self) -> int:
+        """See ``SelectionRule``: the newest page."""
+        return 0
+
+    def check(self) -> None:
+        """See ``SelectionRule``."""
+        if self.pages < 2 or self.page < 1 or self.page % max(self.summary, 1):
+            raise ValueError(f"{self} needs at least 2 pages, of whole summaries")
+
     def newest(self, seen: int) -> int:
         """Return the page of the last of ``seen`` keys."""
         return (seen - 1) // self.page
 
+    def first(self, seen: int) -> int:
+        """See ``SelectionRule``: the newest page."""
+        return self.newest(seen)
+
+    def candidates(self, seen: int) -> int:
+        """See ``SelectionRule``: the pages before the newest."""
+        return self.newest(seen)
+
     def summaries(self, seen: int) -> int:
-        """Return how many summaries a choice needs: those of the pages before the newest."""
+        """See ``SelectionRule``: those of the pages before the newest."""
         return self.newest(seen) * (self.page // self.summary)
+
+    def tail(self, first: int) -> int:
+        """See ``SelectionRule``."""
+        return first * self.page
+
+    def span(self, number: int) -> tuple[int, int]:
+        """See ``SelectionRule``."""
+        return number * self.page, (number + 1) * self.page
+
+    def choose(self, query: Float32Array, keys: Float32Array) -> Int32Array:
+        """See ``SelectionRule``."""
+        newest = self.newest(len(keys))
+        parts = keys[: newest * self.page].reshape(-1, self.summary, keys.shape[1])
+        scores = page_scores(query, parts.min(axis=1), parts.max(axis=1))
+        return choose_pages(scores.reshape(newest, -1).max(axis=1), self)
 
 
 @dataclass(frozen=True)
@@ -52,17 +192,16 @@ class PageSelection:
         heads: [layers, kv_heads], whose query heads choose; rows attend to all keys of the others.
         of_row: [rows] int32, which choice each row uses.
         made_by: [choices] int32, the row whose query makes a choice; -1 where it was made before.
-        chosen: [choices, layers, query_heads, pages] int32: the newest page, then the others in
-            order, -1 where all keys from the "newest" page on, which is then 0, are read. The step
-            writes those that it makes.
+        chosen: [choices, layers, query_heads, width] int32, see ``SelectionRule``; 0 and then -1
+            where all keys are read. The step writes those that it makes.
         entries: [n] int32, places in the runner's memory of the first n summaries of the heads'
-            keys, as many as the choices need.
+            keys, as many as the choices need; none where the rule has no summaries.
         missing: [m] int32, numbers of those among them that the step writes before it reads them.
         pairs: [rows, query_heads] int64: the step adds the products of a row's query with a key,
             of all layers.
     """
 
-    rule: PageRule
+    rule: SelectionRule
     heads: BoolArray
     of_row: Int32Array
     made_by: Int32Array
@@ -78,9 +217,8 @@ class PageSelection:
             ValueError: it doesn't.
         """
         rule, choices = self.rule, len(self.made_by)
-        if rule.pages < 2 or rule.page < 1 or rule.page % max(rule.summary, 1):
-            raise ValueError(f"{rule} needs at least 2 pages, of whole summaries")
-        shape = (choices, config.layers, config.query_heads, rule.pages)
+        rule.check()
+        shape = (choices, config.layers, config.query_heads, rule.width)
         if self.chosen.shape != shape or self.heads.shape != (config.layers, config.kv_heads):
             raise ValueError(f"choices of another model: {self.chosen.shape}, not {shape}")
         if len(self.of_row) != rows or self.pairs.shape != (rows, config.query_heads):
@@ -115,36 +253,38 @@ def choose_pages(scores: Float32Array, rule: PageRule) -> Int32Array:
     return np.concatenate(([len(scores)], np.sort(best))).astype(np.int32)
 
 
-def all_pages(rule: PageRule) -> Int32Array:
-    """Return the choice of a row that reads all of its keys: [pages] int32."""
-    chosen = np.full(rule.pages, -1, np.int32)
+def reads_all(rule: SelectionRule, seen: int) -> bool:
+    """Return whether a row that sees so many keys reads all of them."""
+    return rule.candidates(seen) < rule.width
+
+
+def all_pages(rule: SelectionRule) -> Int32Array:
+    """Return the choice of a row that reads all of its keys: [width] int32."""
+    chosen = np.full(rule.width, -1, np.int32)
     chosen[0] = 0
     return chosen
 
 
-def chosen_keys(chosen: Int32Array, rule: PageRule, seen: int) -> BoolArray:
+def chosen_keys(chosen: Int32Array, rule: SelectionRule, seen: int) -> BoolArray:
     """Return which of ``seen`` keys a row reads under a choice: [seen] bool."""
     listed = np.zeros(seen, bool)
+    listed[: rule.sinks] = True
     for page in chosen[1:][chosen[1:] >= 0].tolist():
-        listed[page * rule.page : (page + 1) * rule.page] = True
-    listed[int(chosen[0]) * rule.page :] = True
+        start, end = rule.span(page)
+        listed[start:end] = True
+    listed[rule.tail(int(chosen[0])) :] = True
     return listed
 
 
-def select_from_keys(query: Float32Array, keys: Float32Array, rule: PageRule) -> Int32Array:
+def select_from_keys(query: Float32Array, keys: Float32Array, rule: SelectionRule) -> Int32Array:
     """Return what a query chooses of the keys that its row sees: the plain form, without a store.
 
     Args:
         query: [head_dim], rotated.
         keys: [n, head_dim], rotated, the row's own last.
-        rule: how many pages, and of what size.
+        rule: says how.
 
     Returns:
-        [pages] int32, see ``PageSelection.chosen``.
+        [width] int32, see ``PageSelection.chosen``.
     """
-    newest = rule.newest(len(keys))
-    if newest < rule.pages:
-        return all_pages(rule)
-    parts = keys[: newest * rule.page].reshape(-1, rule.summary, keys.shape[1])
-    scores = page_scores(query, parts.min(axis=1), parts.max(axis=1))
-    return choose_pages(scores.reshape(newest, -1).max(axis=1), rule)
+    return all_pages(rule) if reads_all(rule, len(keys)) else rule.choose(query, keys)

@@ -9,6 +9,7 @@ import torch
 
 from midfill.runners.forward.page_selection import (
     PageSelection,
+    all_pages,
     chosen_keys,
     select_from_keys,
 )
@@ -51,7 +52,7 @@ def mask_unchosen(
                     seen = keys[head, places[: cells + slots_seen[row]]]
                     rule = selection.rule
                     if not chooses:
-                        chosen[choice] = select_from_keys(queries[row, head, own], seen[:1], rule)
+                        chosen[choice] = all_pages(rule)
                     else:
                         chosen[choice] = select_from_keys(queries[row, head, own], seen, rule)
             for row, choice in enumerate(selection.of_row.tolist()):

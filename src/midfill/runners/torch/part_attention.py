@@ -18,9 +18,11 @@ from midfill.runners.forward.attention import (
     QUERY_BLOCK,
     AttentionPlan,
     KeyLister,
+    query_blocks,
 )
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.page_selection import PageSelection
+from midfill.runners.forward.page_selection import PageSelection, all_pages, reads_all
+from midfill.runners.forward.tree_search import TreeRule
 from midfill.runners.torch.page_selection import mask_unchosen
 
 
@@ -421,6 +423,23 @@ class TorchProbe:
     def mean_keys(self, block: int) -> Float32Array:
         """See ``LayerProbe.mean_keys``."""
         return _block_means(self._keys, block)
+
+    def search(self, rule: TreeRule, stride: int) -> Int32Array:
+        """See ``LayerProbe.search``."""
+        queries, keys = self._queries.cpu().numpy(), self._keys.cpu().numpy()
+        blocks, group = query_blocks(self.rows), self.query_heads // self.kv_heads
+        chosen = np.zeros((blocks, self.query_heads, rule.width), np.int32)
+        for block in range(blocks):
+            first = block * QUERY_BLOCK
+            rows = queries[first : first + QUERY_BLOCK : stride]
+            seen = self.first + first + 1
+            for head in range(self.query_heads):
+                if reads_all(rule, seen):
+                    chosen[block, head] = all_pages(rule)
+                else:
+                    own = keys[:seen, head // group]
+                    chosen[block, head] = rule.choose_together(rows[:, head], own)
+        return chosen
 
 
 def _block_means(vectors: torch.Tensor, block: int) -> Float32Array:

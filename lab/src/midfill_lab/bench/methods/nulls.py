@@ -403,6 +403,12 @@ NULLS: Mapping[str, Mapping[str, Null]] = {
         "recent pages": _pages(other_pages.recent_pages),
         "summaries of whole pages": _pages(other_pages.whole_page_summaries),
     },
+    "hip": {
+        "blocks at random": _pages(other_pages.random_pages),
+        "recent blocks": _pages(other_pages.recent_pages),
+        "pages of 64 keys": _pages(other_pages.whole_pages),
+        "every block scored": _pages(other_pages.every_block_scored),
+    },
     "sentencekv": {
         "sentences at random": _sentences(other_sentences.random_sentences),
         "first and last keys": _sentences(other_sentences.recent_sentences),

@@ -2,7 +2,9 @@
 
 The plain form of it, which torch runs, is ``runners.forward.page_selection``. Three phases: threads
 share the pages that have no summary yet (page_summaries.py), then the pages that are scored, then
-the query heads, each of which takes the best pages of its scores and writes its rows' lists.
+the query heads, each of which takes the best pages of its scores and writes its rows' lists. Where
+blocks are found by a tree search (tree_search.py), the second phase's units are the searches, which
+need no summaries and choose at once.
 
 A request's record in ``SelectorTable.numbers`` has the fields below, then what they point at:
 
@@ -11,7 +13,8 @@ A request's record in ``SelectorTable.numbers`` has the fields below, then what 
     made_by   [choices], the row whose query makes it; -1 if it was made before
     entries   [n], which summaries the request's pages have
     missing   [n], places in ``entries`` of those that are written first
-    chosen    [choices, layers, query_heads, pages], see ``PageSelection``
+    nodes     [choices, query_heads, ROOM], of tree searches alone
+    chosen    [choices, layers, query_heads, WIDTH], see ``PageSelection``
 """
 
 from typing import Any
@@ -41,17 +44,26 @@ from midfill.kernels.cpu.parts.page_summaries import (
     summarize_keys,
     summary_at,
 )
+from midfill.kernels.cpu.parts.tree_search import (
+    BlockSearch,
+    choose_all,
+    rank_blocks,
+    search_tree,
+)
 from midfill.kernels.cpu.ragged_cells import HeadKeys, find_keys
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
 (
-    SUMMARY, PAGE, PAGES, CHOICES, MISSING, MOST_PAGES, HEADS_AT, OF_ROW_AT, MADE_BY_AT, ENTRIES_AT,
-    MISSING_AT, CHOSEN_AT, SCORES_AT,
-) = range(13)  # fmt: skip
-RECORD_FIELDS = 13
-"""Keys per summary and per page; pages that a row reads, its newest included; numbers of choices,
-of missing summaries and of pages that are scored at most; places of the arrays in the record;
-place of the request's scores, [choices, query_heads, MOST_PAGES], in ``SelectorTable.scores``."""
+    SUMMARY, PAGE, WIDTH, CHOICES, MISSING, ROOM, HEADS_AT, OF_ROW_AT, MADE_BY_AT, ENTRIES_AT,
+    MISSING_AT, NODES_AT, CHOSEN_AT, SCORES_AT, SEARCH, SINKS, WINDOW,
+) = range(17)  # fmt: skip
+RECORD_FIELDS = 17
+"""Keys per summary and per page; how many numbers a choice has; how many choices and missing
+summaries there are; how many scores a choice needs in a query head; places of the arrays in the
+record; place of the request's scores, [choices, query_heads, ROOM], in ``SelectorTable.scores``;
+how pages are found; how many first and last keys are read in any case."""
+BY_SUMMARIES, BY_CENTRES, BY_FIRSTS, BY_EVERY_KEY = range(4)
+"""How pages are found: see ``runners.forward.page_selection.Search``."""
 
 SCORED_PAGES = 32
 """Pages of a unit of work."""
@@ -77,6 +89,12 @@ def _seen(parts: AttentionParts, request: int, head: HeadKeys, row: int) -> int:
     return head.cells + int(parts.visible[visible_at + row])
 
 
+@inlined_kernel
+def _searches(parts: AttentionParts, request: int) -> bool:
+    """Return whether a request's pages are found by a search of keys."""
+    return bool(parts.selector.numbers[parts.selector.first[request] + SEARCH] != BY_SUMMARIES)
+
+
 @kernel
 def _units(parts: AttentionParts, request: int, phase: int, heads: AttentionHeads) -> int:
     """Return how many units of work a request has in a phase."""
@@ -89,7 +107,9 @@ def _units(parts: AttentionParts, request: int, phase: int, heads: AttentionHead
         return 0
     if phase == _SUMMARIZE:
         return int(numbers[record + MISSING]) * heads.kv_heads
-    blocks = (int(numbers[record + MOST_PAGES]) + SCORED_PAGES - 1) // SCORED_PAGES
+    if _searches(parts, request):
+        return int(numbers[record + CHOICES]) * heads.query_heads
+    blocks = (int(numbers[record + ROOM]) + SCORED_PAGES - 1) // SCORED_PAGES
     return int(numbers[record + CHOICES]) * heads.kv_heads * blocks
 
 
@@ -117,8 +137,8 @@ def _score(
 ) -> None:  # fmt: skip
     """Score some pages for one choice and the query heads of one KV head."""
     record, numbers = int(parts.selector.first[request]), parts.selector.numbers
-    most, dim, group = int(numbers[record + MOST_PAGES]), heads.head_dim, heads.group
-    blocks = (most + SCORED_PAGES - 1) // SCORED_PAGES
+    room, dim, group = int(numbers[record + ROOM]), heads.head_dim, heads.group
+    blocks = (room + SCORED_PAGES - 1) // SCORED_PAGES
     block, rest = unit % blocks, unit // blocks
     kv_head, choice = rest % heads.kv_heads, rest // heads.kv_heads
     row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
@@ -127,7 +147,7 @@ def _score(
         return
     size, page_size = int(numbers[record + SUMMARY]), int(numbers[record + PAGE])
     newest = (_seen(parts, request, head, row) - 1) // page_size
-    if newest < int(numbers[record + PAGES]):
+    if newest < int(numbers[record + WIDTH]):
         return  # all keys are read
     query_row = int(parts.requests[request * REQUEST_FIELDS + FIRST_ROW]) + row
     query_at = query_row * queries.stride + kv_head * group * dim
@@ -137,7 +157,7 @@ def _score(
     entries_at = record + int(numbers[record + ENTRIES_AT])
     per_page = page_size // size
     scores_at = int(numbers[record + SCORES_AT])
-    scores_at += (choice * heads.query_heads + kv_head * group) * most
+    scores_at += (choice * heads.query_heads + kv_head * group) * room
     scores, summaries = parts.selector.scores, parts.selector.summaries
     for page in range(block * SCORED_PAGES, min(newest, (block + 1) * SCORED_PAGES)):
         for part in range(per_page):
@@ -145,9 +165,58 @@ def _score(
             load_summary(summaries, summary_at(parts, kv, head, entry, dim), dim, scratch, loaded)
             for g in range(group):
                 found = bound_scores(scratch, g * 2 * dim, loaded, dim)
-                place = scores_at + g * most + page
+                place = scores_at + g * room + page
                 if part == 0 or found > scores[place]:
                     scores[place] = found
+
+
+@inlined_kernel
+def _choice_at(
+    parts: AttentionParts, kv: LayerKV, record: int, choice: int, query_head: int,
+    heads: AttentionHeads,
+) -> int:  # fmt: skip
+    """Return where a layer's and query head's choice starts in the numbers."""
+    numbers = parts.selector.numbers
+    layer = kv.first_entry // (kv.slots * heads.kv_heads)
+    layers = int(numbers[record + OF_ROW_AT] - numbers[record + HEADS_AT]) // heads.kv_heads
+    place = (choice * layers + layer) * heads.query_heads + query_head
+    return record + int(numbers[record + CHOSEN_AT]) + place * int(numbers[record + WIDTH])
+
+
+@kernel
+def _search(
+    parts: AttentionParts, kv: LayerKV, request: int, unit: int, heads: AttentionHeads,
+    queries: Queries,
+) -> None:  # fmt: skip
+    """Make a choice of one query head by a search of keys."""
+    record, numbers = int(parts.selector.first[request]), parts.selector.numbers
+    query_head, choice = unit % heads.query_heads, unit // heads.query_heads
+    row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
+    if row < 0:
+        return
+    head = _request_keys(parts, kv, request, query_head // heads.group)
+    chooses = numbers[record + numbers[record + HEADS_AT] + head.base // kv.slots] != 0
+    count, size = int(numbers[record + WIDTH]) - 1, int(numbers[record + PAGE])
+    chosen_at = _choice_at(parts, kv, record, choice, query_head, heads)
+    sinks = int(numbers[record + SINKS])
+    end = _seen(parts, request, head, row) - int(numbers[record + WINDOW])
+    if not chooses or end - sinks <= count * size:
+        choose_all(parts, chosen_at, count + 1)
+        return
+    numbers[chosen_at] = np.int32(end)
+    query_row = int(parts.requests[request * REQUEST_FIELDS + FIRST_ROW]) + row
+    query_at = query_row * queries.stride + query_head * heads.head_dim
+    search = BlockSearch(
+        queries.values, query_at, 1, queries.stride, heads.head_dim, sinks, end, size
+    )
+    room = int(numbers[record + ROOM])
+    nodes_at = record + int(numbers[record + NODES_AT]) + unit * room
+    scores_at = int(numbers[record + SCORES_AT]) + unit * room
+    if numbers[record + SEARCH] == BY_EVERY_KEY:
+        rank_blocks(parts, kv, head, search, count, nodes_at, scores_at, chosen_at + 1)
+        return
+    by_centre = int(numbers[record + SEARCH] == BY_CENTRES)
+    search_tree(parts, kv, head, search, count, by_centre, nodes_at, scores_at, chosen_at + 1)
 
 
 @kernel
@@ -163,9 +232,9 @@ def _worst(parts: AttentionParts, scores_at: int, chosen_at: int, count: int) ->
 
 
 @kernel
-def _choose(parts: AttentionParts, scores_at: int, newest: int, pages: int, chosen_at: int) -> None:
-    """Write the newest page, then the best ``pages`` - 1 before it, ascending, to the record."""
-    scores, numbers, count = parts.selector.scores, parts.selector.numbers, pages - 1
+def _choose(parts: AttentionParts, scores_at: int, newest: int, count: int, chosen_at: int) -> None:
+    """Write the newest page, then the best ``count`` before it, ascending, to the record."""
+    scores, numbers = parts.selector.scores, parts.selector.numbers
     numbers[chosen_at] = np.int32(newest)
     first = chosen_at + 1
     for i in range(count):
@@ -186,44 +255,44 @@ def _list(
     """Make the choices of a query head, and write the lists of its rows."""
     record, numbers = int(parts.selector.first[request]), parts.selector.numbers
     head = _request_keys(parts, kv, request, query_head // heads.group)
-    pages, page_size = int(numbers[record + PAGES]), int(numbers[record + PAGE])
-    layer = kv.first_entry // (kv.slots * heads.kv_heads)
-    layers = int(numbers[record + OF_ROW_AT] - numbers[record + HEADS_AT]) // heads.kv_heads
+    width, page_size = int(numbers[record + WIDTH]), int(numbers[record + PAGE])
     chooses = numbers[record + numbers[record + HEADS_AT] + head.base // kv.slots] != 0
-    most, chosen_at = int(numbers[record + MOST_PAGES]), record + int(numbers[record + CHOSEN_AT])
-    stride = layers * heads.query_heads * pages
-    chosen_at += (layer * heads.query_heads + query_head) * pages
-    if heads.window <= 0:
+    by_summaries = numbers[record + SEARCH] == BY_SUMMARIES
+    sinks = int(numbers[record + SINKS])
+    if heads.window <= 0 and by_summaries:
         for choice in range(int(numbers[record + CHOICES])):
             row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
             if row < 0:
                 continue
-            at = chosen_at + choice * stride
+            at = _choice_at(parts, kv, record, choice, query_head, heads)
             newest = (_seen(parts, request, head, row) - 1) // page_size
-            if chooses and newest >= pages:
-                scores_at = int(numbers[record + SCORES_AT])
-                scores_at += (choice * heads.query_heads + query_head) * most
-                _choose(parts, scores_at, newest, pages, at)
+            if chooses and newest >= width:
+                unit = choice * heads.query_heads + query_head
+                scores_at = int(numbers[record + SCORES_AT]) + unit * int(numbers[record + ROOM])
+                _choose(parts, scores_at, newest, width - 1, at)
             else:
-                numbers[at] = np.int32(0)
-                for i in range(1, pages):
-                    numbers[at + i] = np.int32(-1)
-    unit = int(parts.requests[request * REQUEST_FIELDS + LISTS]) + query_head
+                choose_all(parts, at, width)
+    list_at = int(parts.requests[request * REQUEST_FIELDS + LISTS]) + query_head
     for row in range(int(parts.requests[request * REQUEST_FIELDS + ROWS])):
-        span = int(parts.indptr[unit + row * heads.query_heads])
-        end = int(parts.indptr[unit + row * heads.query_heads + 1])
+        span = int(parts.indptr[list_at + row * heads.query_heads])
+        end = int(parts.indptr[list_at + row * heads.query_heads + 1])
         tail = 0
         if heads.window > 0:
             tail = max(_seen(parts, request, head, row) - int(heads.window), 0)
         else:
             choice = int(numbers[record + numbers[record + OF_ROW_AT] + row])
-            at = chosen_at + choice * stride
-            tail = int(numbers[at]) * page_size
-            for i in range(1, pages):
+            at = _choice_at(parts, kv, record, choice, query_head, heads)
+            tail = int(numbers[at]) * (page_size if by_summaries else 1)
+            if sinks > 0 and tail > 0:
+                parts.spans[2 * span] = np.int32(0)
+                parts.spans[2 * span + 1] = np.int32(sinks)
+                span += 1
+            for i in range(1, width):
                 page = int(numbers[at + i])
                 if page >= 0:
-                    parts.spans[2 * span] = np.int32(page * page_size)
-                    parts.spans[2 * span + 1] = np.int32((page + 1) * page_size)
+                    start = sinks + page * page_size
+                    parts.spans[2 * span] = np.int32(start)
+                    parts.spans[2 * span + 1] = np.int32(min(start + page_size, tail))
                     span += 1
         parts.spans[2 * span] = np.int32(tail)
         parts.spans[2 * span + 1] = np.int32(ALL)
@@ -258,6 +327,8 @@ def select_pages(
                 break
             if phase == _SUMMARIZE:
                 _summarize(parts, kv, request, unit, heads)
+            elif phase == _SCORE and _searches(parts, request):
+                _search(parts, kv, request, unit, heads, queries)
             elif phase == _SCORE:
                 _score(parts, kv, request, unit, heads, queries, scratch)
             else:
