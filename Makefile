@@ -1,6 +1,7 @@
 # make serve      set up and serve the default model on http://127.0.0.1:8080
 # make test       set up and run the tests, WORKERS at a time
 # make test-slow  the tests that compile kernels anew, install packages or run long
+# make test-quality  what methods do to the default model's answers, beside their nulls
 # make test-python PYTHON=python3.13   the tests that need no torch, on another Python
 # make gateway-test   build midfill-gateway and test it in an environment of its own
 # make lint       ruff, mypy and the direction of imports
@@ -24,7 +25,7 @@ KERNEL_LIBRARIES = $(foreach name,numba numpy msgspec filelock platformdirs, \
 	$(shell sed -n "s/^ *\"\($(name)[>=].*\)\",.*/'\1'/p" pyproject.toml))
 ANSWERS ?= 2000
 
-.PHONY: serve test test-slow test-python gateway-test lint web web-check docs bench fuzz \
+.PHONY: serve test test-slow test-quality test-python gateway-test lint web web-check docs bench fuzz \
 	fuzz-api format clean
 .DEFAULT_GOAL := serve
 
@@ -32,7 +33,7 @@ serve: $(VENV)/.installed
 	$(BIN)/midfill serve $(ARGS)
 
 # The processes that tests start, several hundred, share the compiled modules of the first.
-test test-slow: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-quality: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
@@ -40,7 +41,11 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not quality" $(ARGS)
+
+test-quality: $(VENV)/.installed-dev
+	$(BIN)/midfill pull
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m quality $(ARGS)
 
 gateway-test:
 	PYTHON=$(PYTHON) .ci/gateway-test $(ARGS)

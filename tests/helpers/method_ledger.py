@@ -147,8 +147,9 @@ def _row(check: Check) -> dict[str, str]:
         return {"check": check.says, "held by": f"no test: {check.reason}"}
     path, _, name = check.test.partition("::")
     found = find_test(check.test)
-    slow = " (slow)" if found is not None and "slow" in found.marks else ""
-    return {"check": check.says, "held by": f"`{name}` in `{path}`{slow}"}
+    marks = () if found is None else found.marks
+    mark = next((f" ({each})" for each in ("quality", "slow") if each in marks), "")
+    return {"check": check.says, "held by": f"`{name}` in `{path}`{mark}"}
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ from midfill_lab.bench.methods.probes import names
 from midfill_lab.calibration.razorattention import HeadSearch
 from serving import build_engine, request, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.quality, pytest.mark.real_model, pytest.mark.timeout(900),
+]  # fmt: skip
 
 TEXTS, TOKENS = 12, 1000
 STUDENT = 2.20

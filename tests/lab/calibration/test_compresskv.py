@@ -94,6 +94,7 @@ class MaskedDecoder(Decoder):
 
 
 @pytest.mark.slow
+@pytest.mark.quality
 @pytest.mark.real_model
 def test_without_its_best_heads_the_default_model_finds_no_evidence() -> None:
     """Ten heads of 270; without ten others it loses far less."""

@@ -404,6 +404,7 @@ def divergences(
 
 
 @pytest.mark.slow
+@pytest.mark.quality
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
 class TestDefaultModel:

@@ -27,7 +27,9 @@ from midfill_lab.bench.methods.nulls import make_null
 from midfill_lab.bench.methods.probes import names
 from serving import build_engine, request, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.quality, pytest.mark.real_model, pytest.mark.timeout(900),
+]  # fmt: skip
 
 TEXTS, TOKENS, ANSWER = 10, 512, 17
 LONG, KNOWN = 1024, 512

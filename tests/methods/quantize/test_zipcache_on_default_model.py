@@ -20,7 +20,9 @@ from midfill_lab.bench.methods.fewer_bits import UniformPerToken
 from midfill_lab.bench.methods.nulls import NULLS, make_null
 from midfill_lab.bench.methods.probes import names
 
-pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.quality, pytest.mark.real_model, pytest.mark.timeout(900),
+]  # fmt: skip
 
 TEXTS, TOKENS, ANSWER = 10, 512, 17
 STUDENT = 2.262

@@ -28,7 +28,9 @@ from midfill.methods.reuse.cachecraft import CacheCraft
 from midfill.methods.reuse.kvcomm import KVComm, entropy
 from midfill.methods.reuse.kvshare import KVShare
 
-pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.quality, pytest.mark.real_model, pytest.mark.timeout(900),
+]  # fmt: skip
 
 TEXTS = int(os.environ.get("TEXTS", "2"))
 CHUNK, SYSTEM, QUESTION, ANSWER = 150, 40, 64, 16

@@ -18,7 +18,9 @@ from midfill.methods.registry import resolve_method
 from midfill_lab.bench.methods.nulls import make_null
 from midfill_lab.bench.methods.probes import names
 
-pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.quality, pytest.mark.real_model, pytest.mark.timeout(900),
+]  # fmt: skip
 
 TEXTS, TOKENS, ANSWER = 10, 800, 25
 STUDENT = 2.262

@@ -256,6 +256,7 @@ def test_methods_are_plotted_by_family() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.quality
 @pytest.mark.real_model
 def test_what_a_method_drops_before_it_is_asked_for_is_lost() -> None:
     options = SCBenchOptions(tasks=("kv", "many_shot"), lengths=(1000,), contexts=3, turns=3)
