@@ -51,7 +51,7 @@ class SentenceRule:
     reads_all: bool = False
 
     def places(self, keys: int) -> int:
-        """Return how many of so many keys a row reads at most."""
+        """Return the largest number of keys that a row reads, given how many there are."""
         return keys if self.reads_all else min(keys, self.budget)
 
 
