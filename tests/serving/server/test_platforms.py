@@ -66,7 +66,7 @@ def test_packed_weights_are_kept_and_read_again(bare: None, tmp_path: Path) -> N
     run(f"""
 from pathlib import Path
 import numpy as np
-from midfill.runners.cpu.packed_model import read_arrays, write_arrays
+from midfill.runners.cpu.packed_arrays import read_arrays, write_arrays
 from midfill.system.cache import store_file
 from midfill.system.files import read_ahead, release_pages
 from midfill.system.progress import ignore_progress

@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from midfill.kernels.cpu.memory import LINE
-from midfill.runners.cpu import packed_model
-from midfill.runners.cpu.packed_model import read_arrays, write_arrays
+from midfill.runners.cpu import packed_arrays
+from midfill.runners.cpu.packed_arrays import read_arrays, write_arrays
 from midfill.system.progress import ignore_progress
 
 ARRAYS = {
@@ -45,7 +45,7 @@ def test_arrays_come_back_aligned_and_the_library_reads_them_too(path: Path) -> 
 
 
 def test_large_arrays_are_read_in_parts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_model, "_PART_BYTES", 64)
+    monkeypatch.setattr(packed_arrays, "_PART_BYTES", 64)
     done: list[tuple[int, int]] = []
     assert equal(read_arrays(path, lambda stage, now, total: done.append((now, total))))
     whole = sum(array.nbytes for array in ARRAYS.values())
