@@ -26,7 +26,7 @@ from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError, OptionError
 from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
-from midfill.models.config import Experts
+from midfill.models.config import Experts, LatentAttention
 from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file
 from midfill.system.machine import format_size
@@ -40,8 +40,9 @@ _BYTES_PER_WEIGHT = 5
 class Shape:
     """A Llama model's dimensions, the embedding tied to the output head.
 
-    With ``experts``, it is a Qwen3-MoE with a head of its own. ``k_quants`` stores it as Q4_K_M
-    instead of Q4_0; all widths are multiples of 256 then.
+    With ``experts``, it is a Qwen3-MoE with a head of its own; with ``latent``, too, a DeepSeek-V2,
+    whose ``head_dim`` and ``kv_heads`` say nothing. ``k_quants`` stores it as Q4_K_M instead of
+    Q4_0; all widths are multiples of 256 then.
     """
 
     layers: int
@@ -55,6 +56,14 @@ class Shape:
     rope_base: float
     k_quants: bool = False
     experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    @property
+    def architecture(self) -> str:
+        """GGUF's name of its family."""
+        if self.latent is not None:
+            return "deepseek2"
+        return "llama" if self.experts is None else "qwen3moe"
 
     @property
     def weights(self) -> int:
@@ -96,7 +105,29 @@ _30B_A3B = Shape(
     rope_base=1e7,
     experts=Experts(count=128, per_token=8, ffn=768, normalised=True),
 )
-# Qwen3-Coder-30B-A3B's, and Qwen2.5's, without the biases of Q, K and V, and with tied embeddings.
+_CODER_V2_LITE = Shape(
+    layers=27,
+    hidden=2048,
+    query_heads=16,
+    kv_heads=1,
+    head_dim=576,
+    ffn=10_944,
+    vocab=102_400,
+    context=4096,
+    rope_base=1e4,
+    experts=Experts(
+        count=64,
+        per_token=6,
+        ffn=1408,
+        normalised=False,
+        shared_ffn=2816,
+        shared_gated=False,
+        dense_layers=(0,),
+    ),
+    latent=LatentAttention(query_rank=0, rank=512, plain_dim=128, rotary_dim=64, value_dim=128),
+)
+# Qwen3-Coder-30B-A3B's, and Qwen2.5's, without the biases of Q, K and V, and with tied embeddings;
+# DeepSeek-Coder-V2-Lite's with its context as it was before YaRN.
 SHAPES: Mapping[str, Shape] = {
     "1.5b": _1_5B,
     "1.5b-q4_k_m": replace(_1_5B, k_quants=True),
@@ -104,6 +135,7 @@ SHAPES: Mapping[str, Shape] = {
     "7b-q4_k_m": replace(_7B, k_quants=True),
     "30b-a3b": _30B_A3B,
     "30b-a3b-q4_k_m": replace(_30B_A3B, k_quants=True),
+    "coder-v2-lite": _CODER_V2_LITE,
 }
 
 
@@ -156,24 +188,8 @@ def write_random_model(
     Raises:
         MidfillError: the tokenizer has more tokens than the shape's vocabulary.
     """
-    writer = gguf.GGUFWriter(path, "llama" if shape.experts is None else "qwen3moe")
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.ffn)
-    writer.add_head_count(shape.query_heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    if shape.experts is None:
-        writer.add_rope_dimension_count(shape.head_dim)
-    else:
-        writer.add_key_length(shape.head_dim)
-        writer.add_value_length(shape.head_dim)
-        writer.add_expert_count(shape.experts.count)
-        writer.add_expert_used_count(shape.experts.per_token)
-        writer.add_expert_feed_forward_length(shape.experts.ffn)
-    writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(shape.vocab)
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    _add_dimensions(writer, shape)
     ordinary = _add_tokenizer(writer, tokens_from, shape.vocab)
     tensors = _tensors(shape)
     for name, (dimensions, kind) in tensors.items():
@@ -192,6 +208,38 @@ def write_random_model(
         mask = ordinary if name in ("token_embd.weight", "output.weight") else None
         writer.write_tensor_data(np.concatenate(list(_draw(dimensions, kind, random, mask))))
     writer.close()
+
+
+def _add_dimensions(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """Write what a file says of a model's shape."""
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.query_heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(shape.vocab)
+    experts, latent = shape.experts, shape.latent
+    if experts is None:
+        writer.add_rope_dimension_count(shape.head_dim)
+        return
+    writer.add_expert_count(experts.count)
+    writer.add_expert_used_count(experts.per_token)
+    writer.add_expert_feed_forward_length(experts.ffn)
+    if latent is None:
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+        return
+    writer.add_expert_shared_count(experts.shared_ffn // experts.ffn)
+    writer.add_leading_dense_block_count(len(experts.dense_layers))
+    writer.add_rope_dimension_count(latent.rotary_dim)
+    writer.add_kv_lora_rank(latent.rank)
+    writer.add_key_length(latent.key_dim)
+    writer.add_value_length(latent.rank)
+    writer.add_key_length_mla(latent.query_dim)
+    writer.add_value_length_mla(latent.value_dim)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, source: GgufFile, vocab: int) -> npt.NDArray[np.bool_]:
@@ -221,15 +269,18 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: GgufFile, vocab: int) -> npt
     return np.equal(types, int(gguf.TokenType.NORMAL))
 
 
-def _tensors(shape: Shape) -> dict[str, tuple[tuple[int, ...], GGMLQuantizationType]]:
-    """Name -> (rows and columns, how it is stored), in the order of the file."""
-    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+Tensors = dict[str, tuple[tuple[int, ...], GGMLQuantizationType]]
+"""Name -> (rows and columns, how it is stored), in the order of the file."""
+
+
+def _tensors(shape: Shape) -> Tensors:
+    """Return all tensors of a file."""
     norm, embedding = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
     usual = more = GGMLQuantizationType.Q4_0
     if shape.k_quants:
         usual, more = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
         embedding = more
-    tensors = {
+    tensors: Tensors = {
         "token_embd.weight": ((shape.vocab, shape.hidden), embedding),
         "output_norm.weight": ((shape.hidden,), norm),
     }
@@ -237,28 +288,65 @@ def _tensors(shape: Shape) -> dict[str, tuple[tuple[int, ...], GGMLQuantizationT
         tensors["output.weight"] = ((shape.vocab, shape.hidden), more)
     for layer in range(shape.layers):
         precise = more if _has_more_bits(layer, shape.layers) else usual
+        if shape.latent is None:
+            parts = _attention_tensors(shape, usual, precise)
+        else:
+            parts = _latent_tensors(shape, shape.latent, usual)
+        parts |= _mlp_tensors(shape, layer, usual, precise)
+        tensors |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in parts.items()}
+    return tensors
+
+
+def _attention_tensors(
+    shape: Shape, usual: GGMLQuantizationType, precise: GGMLQuantizationType
+) -> Tensors:
+    """Return a layer's attention, of which V is stored more precisely in some layers."""
+    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norm = GGMLQuantizationType.F32
+    tensors: Tensors = {
+        "attn_norm": ((shape.hidden,), norm),
+        "attn_q": ((query, shape.hidden), usual),
+        "attn_k": ((key, shape.hidden), usual),
+        "attn_v": ((key, shape.hidden), precise),
+        "attn_output": ((shape.hidden, query), usual),
+    }
+    if shape.experts is not None:
+        tensors |= {f"attn_{part}_norm": ((shape.head_dim,), norm) for part in "qk"}
+    return tensors
+
+
+def _latent_tensors(shape: Shape, latent: LatentAttention, kind: GGMLQuantizationType) -> Tensors:
+    """Return a layer's latent attention."""
+    heads, hidden, norm = shape.query_heads, shape.hidden, GGMLQuantizationType.F32
+    return {
+        "attn_norm": ((hidden,), norm),
+        "attn_q": ((heads * latent.query_dim, hidden), kind),
+        "attn_kv_a_mqa": ((latent.key_dim, hidden), kind),
+        "attn_kv_a_norm": ((latent.rank,), norm),
+        "attn_k_b": ((heads, latent.rank, latent.plain_dim), kind),
+        "attn_v_b": ((heads, latent.value_dim, latent.rank), kind),
+        "attn_output": ((hidden, heads * latent.value_dim), kind),
+    }
+
+
+def _mlp_tensors(
+    shape: Shape, layer: int, usual: GGMLQuantizationType, precise: GGMLQuantizationType
+) -> Tensors:
+    """Return a layer's MLP, or its router and experts; down projections are those of V's kind."""
+    hidden, norm, experts = shape.hidden, GGMLQuantizationType.F32, shape.experts
+    tensors: Tensors = {"ffn_norm": ((hidden,), norm)}
+    if experts is None or layer in experts.dense_layers:
+        sizes: dict[str, tuple[tuple[int, ...], int]] = {"": ((), shape.ffn)}
+    else:
+        tensors["ffn_gate_inp"] = ((experts.count, hidden), norm)
+        sizes = {"_exps": ((experts.count,), experts.ffn)}
+        if experts.shared_ffn:
+            sizes["_shexp"] = ((), experts.shared_ffn)
+    for end, (stack, ffn) in sizes.items():
         tensors |= {
-            f"blk.{layer}.attn_norm.weight": ((shape.hidden,), norm),
-            f"blk.{layer}.attn_q.weight": ((query, shape.hidden), usual),
-            f"blk.{layer}.attn_k.weight": ((key, shape.hidden), usual),
-            f"blk.{layer}.attn_v.weight": ((key, shape.hidden), precise),
-            f"blk.{layer}.attn_output.weight": ((shape.hidden, query), usual),
-            f"blk.{layer}.ffn_norm.weight": ((shape.hidden,), norm),
-        }
-        experts, end = shape.experts, ""
-        stack: tuple[int, ...] = ()
-        ffn = shape.ffn if experts is None else experts.ffn
-        if experts is not None:
-            stack, end = (experts.count,), "_exps"
-            tensors |= {
-                f"blk.{layer}.attn_q_norm.weight": ((shape.head_dim,), norm),
-                f"blk.{layer}.attn_k_norm.weight": ((shape.head_dim,), norm),
-                f"blk.{layer}.ffn_gate_inp.weight": ((experts.count, shape.hidden), norm),
-            }
-        tensors |= {
-            f"blk.{layer}.ffn_gate{end}.weight": ((*stack, ffn, shape.hidden), usual),
-            f"blk.{layer}.ffn_up{end}.weight": ((*stack, ffn, shape.hidden), usual),
-            f"blk.{layer}.ffn_down{end}.weight": ((*stack, shape.hidden, ffn), precise),
+            f"ffn_gate{end}": ((*stack, ffn, hidden), usual),
+            f"ffn_up{end}": ((*stack, ffn, hidden), usual),
+            f"ffn_down{end}": ((*stack, hidden, ffn), precise),
         }
     return tensors
 
@@ -344,8 +432,8 @@ ShapeArgument = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), 30b-a3b (17 GB), and"
-        " all as 1.5b-q4_k_m, 7b-q4_k_m and 30b-a3b-q4_k_m.",
+        help="1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), 30b-a3b (17 GB),"
+        " these as 1.5b-q4_k_m, 7b-q4_k_m and 30b-a3b-q4_k_m, too, and coder-v2-lite (9 GB).",
     ),
 ]
 LayersOption = Annotated[

@@ -11,7 +11,8 @@ from benchmarks.shapes import Shape, random_model, write_random_model
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.config import Experts
+from midfill.models.config import Experts, LatentAttention
+from midfill.runners.cpu.runner import CpuRunner
 from midfill_lab.bench.peers.measure import Programs, compare_peers
 from midfill_lab.bench.peers.results import PeersOptions
 from midfill_lab.bench.peers.servers import ComparedModel, open_compared
@@ -91,6 +92,31 @@ class TestRandomModels:
         for name in ("experts.5.down", "router"):
             weights = checkpoint.tensor(f"layers.1.{name}.weight").to_float32()
             assert weights.std() == pytest.approx(0.02, rel=0.1)
+
+    def test_latents_are_those_of_a_deepseek_v2(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        experts = Experts(
+            count=6,
+            per_token=2,
+            ffn=32,
+            normalised=False,
+            shared_ffn=64,
+            shared_gated=False,
+            dense_layers=(0,),
+        )
+        latent = LatentAttention(
+            query_rank=0, rank=64, plain_dim=32, rotary_dim=64, value_dim=32, stored_apart=True
+        )
+        shape = replace(SHAPE, kv_heads=1, experts=experts, latent=latent)
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "latent.gguf")
+        checkpoint = open_checkpoint(tmp_path / "latent.gguf")
+        assert checkpoint.config.latent == latent
+        assert checkpoint.config.experts == experts
+        assert checkpoint.tensor("layers.0.up.weight").shape == (96, 64)
+        assert checkpoint.tensor("layers.1.shared.up.weight").shape == (64, 64)
+        assert CpuRunner.load(checkpoint, slots=8, threads=1).slots == 8
 
     def test_the_tokenizer_is_the_other_models(
         self, random_gguf: Path, gguf_model: ComparedModel
