@@ -13,6 +13,7 @@ import msgspec
 
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
+ExpertOffload = Literal["auto", "on", "off"]
 KVCacheDtypeName = Literal["auto", "f32", "f16", "bf16", "i8", "i4"]
 """What ``--kv-cache-dtype`` asks for: the value of a ``KVCacheDtype``, or "auto".
 
@@ -169,6 +170,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         device: torch device such as "cuda:0", for the torch backend; None lets torch choose.
         weights: how the CPU kernels store the weights: "auto" as in the checkpoint,
             losslessly where possible; the others quantise (or dequantise) all of them.
+        expert_offload: whether the CPU kernels leave a mixture's experts on disk, from where the
+            system keeps in memory what is used most: "auto" where all weights exceed the free
+            memory and the others don't.
         threads: CPU threads per step; None takes the cores this process may use.
         context: maximum tokens of a prompt and its answer; None takes the model's own.
         kv_memory: bytes for KV; None sizes it from free memory.
@@ -204,6 +208,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             panel="Memory",
             help="How the CPU kernels store weights: as in the file, in at most 4 or 8 bits,"
             " float32.",
+        ),
+    ] = "auto"
+    expert_offload: Annotated[
+        ExpertOffload,
+        Flag(
+            panel="Memory",
+            help="Leave the experts of a mixture of experts on disk, of which the system keeps in"
+            " memory what is used most; by default where the model exceeds the free memory.",
         ),
     ] = "auto"
     threads: Annotated[

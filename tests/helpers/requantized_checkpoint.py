@@ -42,6 +42,9 @@ class RequantizedCheckpoint:
     def kind(self, name: str) -> str:
         return self.tensor(name).kind
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.base.shape(name)
+
     def tensor(self, name: str) -> StoredTensor:
         tensor, kind = self.base.tensor(name), self.kind_of(name)
         if len(tensor.shape) < 2:

@@ -1,19 +1,25 @@
 """Loading: which runner a checkpoint gets, and how many KV slots fit."""
 
 import importlib.util
+import re
 import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 from tiny_checkpoints import write_tiny
 
 from midfill.config import ModelOptions
 from midfill.errors import CheckpointError, MidfillError, OptionError
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners import loading
+from midfill.runners.cpu.packed_model import packed_size
 from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.loading import choose_slots, load_runner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
+from midfill.runners.loading import choose_slots, load_runner, offloads_experts
 from midfill.system.machine import available_memory
 
 SLOT_BYTES = 3 * 2 * 32 * 2 * 4  # layers, KV heads, head_dim, K and V, float32
@@ -107,6 +113,71 @@ def test_the_pool_takes_a_share_of_what_is_free_up_to_what_is_useful(tiny_folder
     assert choose_slots(config, ModelOptions(), 1e12, SLOT_BYTES) == 16 * config.context
     assert choose_slots(config, ModelOptions(context=64), 1e12, SLOT_BYTES) == 16 * 64
     assert choose_slots(config, ModelOptions(kv_memory=50 * SLOT_BYTES), 1e12, SLOT_BYTES) == 50
+
+
+class TestWeightsBeyondTheMemory:
+    def offloads(self, folder: Path, free: float | None, **options: object) -> bool:
+        """Return whether experts stay on disk with so much free memory, in the weights' sizes."""
+        checkpoint = open_checkpoint(folder)
+        size = packed_size(checkpoint)
+        free_bytes = None if free is None else int(free * size.total / 0.95) + 1
+        return offloads_experts(checkpoint, ModelOptions(**options), size, free_bytes)  # type: ignore[arg-type]
+
+    @pytest.fixture
+    def mixture(self, tmp_path: Path) -> Path:
+        return write_tiny("qwen3moe", tmp_path / "mixture")
+
+    def test_experts_stay_on_disk_where_the_others_fit(self, mixture: Path) -> None:
+        size = packed_size(open_checkpoint(mixture))
+        others = 1 - size.experts / size.total
+        assert not self.offloads(mixture, 1.0)
+        assert self.offloads(mixture, 0.99)
+        assert self.offloads(mixture, others)
+        with pytest.raises(MidfillError, match="weights have to be in memory"):
+            self.offloads(mixture, others * 0.99)
+
+    def test_it_can_be_asked_for_and_refused(self, mixture: Path, tiny_folder: Path) -> None:
+        assert self.offloads(mixture, 1.0, expert_offload="on")
+        with pytest.raises(MidfillError, match="are missing"):
+            self.offloads(mixture, 0.99, expert_offload="off")
+        with pytest.raises(OptionError, match="has no experts; leave it out"):
+            self.offloads(tiny_folder, 1.0, expert_offload="on")
+
+    def test_nothing_is_refused_where_the_system_says_nothing(self, tiny_folder: Path) -> None:
+        assert not self.offloads(tiny_folder, None)
+
+    def test_one_line_says_what_is_missing_and_what_would_fit(self, tiny_folder: Path) -> None:
+        with pytest.raises(MidfillError) as caught:
+            self.offloads(tiny_folder, 0.5)
+        assert re.fullmatch(
+            r"\S+: [\d.]+ KB of weights have to be in memory, and [\d.]+ KB are free for them: "
+            r"[\d.]+ KB are missing; --weights q4 takes [\d.]+ KB",
+            str(caught.value),
+        )
+        with pytest.raises(MidfillError, match="a smaller model, or a file with fewer bits"):
+            self.offloads(tiny_folder, 0.01)
+        with pytest.raises(MidfillError, match="0 bytes are free for them beside --kv-memory 1 GB"):
+            self.offloads(tiny_folder, 1.0, kv_memory=2**30)
+
+    def test_a_model_on_disk_answers_as_one_in_memory(
+        self, mixture: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = ModelOptions(backend="cpu", threads=1, kv_memory=KV_MEMORY)
+        runner = load_runner(open_checkpoint(mixture), options)
+        size = packed_size(open_checkpoint(mixture))
+        monkeypatch.setattr(loading, "reported_memory", lambda: size.total)
+        on_disk = load_runner(open_checkpoint(mixture), replace(options, kv_memory=None))
+        assert np.array_equal(logits_of(runner), logits_of(on_disk))
+        assert on_disk.weight_bytes == runner.weight_bytes
+
+
+def logits_of(runner: Runner) -> np.ndarray:
+    """Return the logits after five tokens."""
+    rows = np.arange(5, dtype=np.int32)
+    ends = np.array([0, 5], np.int32)
+    last = np.array([4], np.int32)
+    logits = runner.forward(ForwardBatch(rows + 3, rows, rows, ends, ends, rows, last))
+    return np.array(logits)
 
 
 def test_the_precision_of_kv_is_chosen(tiny_folder: Path) -> None:

@@ -8,7 +8,12 @@ from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.compile_ahead import compile_ahead
-from midfill.runners.cpu.packed_model import load_packed, unsupported_reason
+from midfill.runners.cpu.packed_model import (
+    PackedSize,
+    load_packed,
+    packed_size,
+    unsupported_reason,
+)
 from midfill.runners.cpu.runner import (
     CpuRunner,
     choose_kv_cache_dtype,
@@ -17,7 +22,12 @@ from midfill.runners.cpu.runner import (
 )
 from midfill.runners.forward.runner import Runner
 from midfill.system.extras import require
-from midfill.system.machine import available_memory, has_gpu_driver
+from midfill.system.machine import (
+    available_memory,
+    format_size,
+    has_gpu_driver,
+    reported_memory,
+)
 from midfill.system.progress import Progress
 
 _MAX_CONTEXTS = 16
@@ -26,6 +36,10 @@ _CPU_SHARE = 0.25
 """Of the free memory: other programs use the machine too."""
 _GPU_SHARE = 0.85
 """Of the memory that the weights leave; the rest is for activations."""
+_LEFT_SHARE = 0.5
+"""Of the memory that the weights leave, at most, for KV."""
+_WEIGHTS_SHARE = 0.95
+"""Of the free memory that weights may take: a step needs some, too."""
 _MIN_SLOTS = 16
 """Fewer are taken for a mistake: no prompt fits."""
 
@@ -60,18 +74,73 @@ def load_runner(
         what = "--backend torch" if options.backend == "torch" else what
         require(what, ["torch"], extra="torch")
         return _load_torch(checkpoint, options, device)
+    return _load_cpu(checkpoint, options, progress)
+
+
+def _load_cpu(
+    checkpoint: Checkpoint, options: ModelOptions, progress: Progress | None
+) -> CpuRunner:
+    config = checkpoint.config
     kv_cache_dtype = choose_kv_cache_dtype(checkpoint, options.weights, options.kv_cache_dtype)
     free = available_memory()
     check_kv_memory(options.kv_memory, free)
-    slots = choose_slots(config, options, free * _CPU_SHARE, slot_bytes(config, kv_cache_dtype))
+    size = packed_size(checkpoint, options.weights)
+    offload = offloads_experts(checkpoint, options, size, reported_memory())
+    held = size.total - size.experts if offload else size.total
+    for_kv = min(free * _CPU_SHARE, max(free - held, 0) * _LEFT_SHARE)
+    slots = choose_slots(config, options, for_kv, slot_bytes(config, kv_cache_dtype))
     return CpuRunner(
         config,
-        load_packed(checkpoint, options.weights, progress),
+        load_packed(checkpoint, options.weights, progress, offload_experts=offload),
         kv_cache_dtype,
         slots=slots,
         threads=options.threads,
         max_rows=max(options.token_budget, options.max_running),
         progress=progress,
+    )
+
+
+def offloads_experts(
+    checkpoint: Checkpoint, options: ModelOptions, size: PackedSize, free_bytes: int | None
+) -> bool:
+    """Return whether a model's experts stay on disk.
+
+    Args:
+        checkpoint: the model.
+        options: ``expert_offload``, ``kv_memory`` and ``weights`` are used.
+        size: of the packed weights.
+        free_bytes: memory that is free; None if nobody knows.
+
+    Raises:
+        OptionError: experts are to stay on disk, and there are none.
+        MidfillError: what has to be in memory doesn't fit.
+    """
+    if options.expert_offload == "on" and not size.experts:
+        raise OptionError("--expert-offload on: this model has no experts; leave it out")
+    if free_bytes is None:
+        return options.expert_offload == "on"
+    room = int(free_bytes * _WEIGHTS_SHARE) - (options.kv_memory or 0)
+    may_offload = size.experts > 0 and options.expert_offload != "off"
+    if size.total <= room:
+        return options.expert_offload == "on"
+    if may_offload and size.total - size.experts <= room:
+        return True
+    needed = size.total - (size.experts if may_offload else 0)
+    raise MidfillError(_too_large(checkpoint, options, needed, room))
+
+
+def _too_large(checkpoint: Checkpoint, options: ModelOptions, needed: int, room: int) -> str:
+    """Return one line that says how much memory is missing, and what would fit."""
+    advice = "a smaller model, or a file with fewer bits per weight, may fit"
+    if options.weights != "q4" and packed_size(checkpoint, "q4").total <= room:
+        advice = f"--weights q4 takes {format_size(packed_size(checkpoint, 'q4').total)}"
+    kv = (
+        "" if options.kv_memory is None else f" beside --kv-memory {format_size(options.kv_memory)}"
+    )
+    return (
+        f"{checkpoint.path.name}: {format_size(needed)} of weights have to be in memory, and"
+        f" {format_size(max(room, 0))} are free for them{kv}: {format_size(needed - room)} are"
+        f" missing; {advice}"
     )
 
 
@@ -100,8 +169,6 @@ def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:
         OptionError: there is not.
     """
     if kv_memory is not None and kv_memory > free_bytes:
-        from midfill.system.machine import format_size
-
         raise OptionError(
             f"--kv-memory {format_size(kv_memory)} is more than the {format_size(free_bytes)} of"
             " memory that are free; give less, or leave it out"

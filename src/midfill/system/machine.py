@@ -181,11 +181,32 @@ def available_memory(
         meminfo: Linux's summary of the host's memory.
 
     Returns:
+        What ``reported_memory`` returns, half of the machine's memory where the system says
+        nothing.
+    """
+    reported = reported_memory(root=root, membership=membership, meminfo=meminfo)
+    return _physical_memory() // 2 or _FALLBACK if reported is None else reported
+
+
+def reported_memory(
+    *,
+    root: Path = CGROUP_ROOT,
+    membership: Path = CGROUP_MEMBERSHIP,
+    meminfo: Path = _MEMINFO,
+) -> int | None:
+    """Return how much memory the system says is available; None if it doesn't say.
+
+    Args:
+        root, membership, meminfo: see ``available_memory``.
+
+    Returns:
         The host's available memory, or what the tightest control group leaves if that is less.
     """
-    free = _host_available(meminfo) or _physical_memory() // 2 or _FALLBACK
     groups = limiting_groups("memory", root=root, membership=membership)
-    return min([free, *(left for group in groups for left in _headroom(group))])
+    reported = [left for group in groups for left in _headroom(group)]
+    if (host := _host_available(meminfo)) > 0:
+        reported.append(host)
+    return min(reported, default=None)
 
 
 def _host_available(meminfo: Path) -> int:

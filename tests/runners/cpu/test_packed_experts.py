@@ -1,15 +1,17 @@
 """Packed experts: in memory once, in the order of their panels, and of shapes that kernels run."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_checkpoints import write_tiny, write_variant
 
-from midfill.errors import CheckpointError
+from midfill.errors import CheckpointError, MidfillError
 from midfill.kernels.cpu.weight_formats import PANEL
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.cpu.packed_model import PackedModel, load_packed
+from midfill.runners.cpu.packed_arrays import ArrayWriter
+from midfill.runners.cpu.packed_model import PackedModel, load_packed, packed_size
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +19,53 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     folder = tmp_path_factory.mktemp("packed")
     checkpoint = open_checkpoint(write_variant("qwen3moe-dense-layers", folder / "model"))
     return load_packed(checkpoint, "q8", folder=folder / "cache")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_experts_that_stay_on_disk_are_the_same(packed: PackedModel, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_variant("qwen3moe-dense-layers", tmp_path / "model"))
+    size = packed_size(checkpoint, "q8")
+    for _ in ("packed", "from the cache"):
+        mapped = load_packed(checkpoint, "q8", folder=tmp_path / "cache", offload_experts=True)
+        for name, matrix in mapped.matrices.items():
+            np.testing.assert_array_equal(matrix.packed, packed.matrices[name].packed)
+            np.testing.assert_array_equal(matrix.panels, packed.matrices[name].panels)
+    on_disk = [mapped.matrices[name].packed for name in ("experts_in", "experts_out")]
+    assert size.experts == sum(matrix.nbytes for matrix in on_disk)
+    every = {
+        id(m.packed): m.packed.nbytes for name, m in mapped.matrices.items() if name != "router"
+    }
+    assert size.total == sum(every.values())
+    file = next((tmp_path / "cache").glob("*.safetensors"))
+    assert mapped_bytes(file) >= size.experts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_model_read_into_memory_maps_no_file(packed: PackedModel, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_variant("qwen3moe-dense-layers", tmp_path / "model"))
+    load_packed(checkpoint, "q8", folder=tmp_path / "cache")
+    assert mapped_bytes(next((tmp_path / "cache").glob("*.safetensors"))) == 0
+
+
+def mapped_bytes(file: Path) -> int:
+    """Return how many bytes of a file this process has mapped."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(file)):
+            first, end = line.split()[0].split("-")
+            total += int(end, 16) - int(first, 16)
+    return total
+
+
+def test_a_full_disk_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(writer: ArrayWriter, name: str, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ArrayWriter, "make", fail)
+    checkpoint = open_checkpoint(write_variant("qwen3moe-dense-layers", tmp_path / "model"))
+    with pytest.raises(MidfillError, match=r"can't be written there \(No space left on device"):
+        load_packed(checkpoint, "q8", folder=tmp_path / "cache", offload_experts=True)
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_an_experts_gate_and_up_are_one_run_of_memory(packed: PackedModel) -> None:

@@ -115,6 +115,9 @@ class Checkpoint(DescribedModel, Protocol):
     def kind(self, name: str) -> str:
         """Return the kind of one tensor, ``StoredTensor.kind``; raises what ``tensor`` does."""
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor, without reading it; raises what ``tensor`` does."""
+
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name.
 

@@ -177,7 +177,11 @@ class GgufCheckpoint:
 
     def kind(self, name: str) -> str:
         """Return the kind of one tensor."""
-        return self.tensor(name).kind
+        return self._file.tensors[self._place(name).stored].type.kind
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor."""
+        return self._place(name).shape
 
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name; q and k are copied where their rows have to move.
@@ -185,9 +189,7 @@ class GgufCheckpoint:
         Raises:
             CheckpointError: there is no such tensor.
         """
-        place = self._places.get(name)
-        if place is None:
-            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
+        place = self._place(name)
         entry, data = self._file.tensors[place.stored], self._file.data(place.stored)
         if place.expert is not None:
             experts = entry.shape[0]
@@ -200,6 +202,12 @@ class GgufCheckpoint:
             if module in heads:
                 data = _deinterleave(data, heads[module])
         return StoredTensor(name, place.shape, entry.type.kind, data)
+
+    def _place(self, name: str) -> "_Place":
+        place = self._places.get(name)
+        if place is None:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
+        return place
 
     def _read_config(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
         factors: npt.NDArray[np.generic] = np.empty(0, np.float32)

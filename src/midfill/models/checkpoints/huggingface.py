@@ -243,21 +243,28 @@ class HuggingFaceCheckpoint:
         """Return the kind of one tensor."""
         return self.tensor(name).kind
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor."""
+        return self._entry(name).shape
+
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name, memory-mapped but for norms that are stored shifted.
 
         Raises:
             CheckpointError: there is no such tensor.
         """
-        theirs = self._names.get(name)
-        if theirs is None:
-            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
-        entry = self._entries[theirs]
+        entry = self._entry(name)
         stored = StoredTensor(name, entry.shape, entry.kind, self._files[entry.file].data_of(entry))
         offset = FAMILIES[self.config.family].norm_offset
         if not offset or not name.endswith("norm.weight"):
             return stored
         return StoredTensor(name, entry.shape, "f32", stored.to_float32() + np.float32(offset))
+
+    def _entry(self, name: str) -> SafetensorsEntry:
+        theirs = self._names.get(name)
+        if theirs is None:
+            raise CheckpointError(f"{self.path}: has no tensor {name!r}")
+        return self._entries[theirs]
 
     def _read_config(self) -> ModelConfig:
         try:

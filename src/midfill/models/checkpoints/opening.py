@@ -147,6 +147,10 @@ class AdaptedCheckpoint:
 
         return merged_kind(kind, exact=self.exact)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor."""
+        return self.base.shape(name)
+
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name, merged if the adapter changes it.
 

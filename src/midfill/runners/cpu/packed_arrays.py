@@ -1,30 +1,88 @@
-"""Files of arrays by name, read straight into the memory that kernels use.
+"""Files of arrays by name, read straight into the memory that kernels use, or mapped.
 
 They are in the safetensors format. The library's own reader returns bytes that would have to be
 copied to aligned memory, and its writer copies all arrays at once; with weights of gigabytes,
 either takes as much memory again.
+
+An array that is larger than the memory can be made in the file itself, and used from there: the
+system keeps those of its pages in memory that are read most.
 """
 
 import json
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from midfill.kernels.cpu.memory import aligned_zeros
+from midfill.kernels.cpu.memory import LINE, Uint8Array, aligned_zeros
 from midfill.system.progress import Progress
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 _DTYPES = {"U8": np.uint8, "I64": np.int64, "F32": np.float32}
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_HEADER_BYTES = 1 << 14
+"""Room for the header, with the eight bytes of its length; the arrays follow it."""
 _PART_BYTES = 1 << 26
 _READERS = 2
 """Threads: one alone clears and fills memory more slowly than a disk, or its cache, delivers."""
+
+
+class ArrayWriter:
+    """Writes a file of uint8, int64 and float32 arrays, some of which are made in it.
+
+    Args:
+        path: the file; it is replaced.
+
+    Raises:
+        OSError: it can't be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._made: dict[str, Uint8Array] = {}
+        self._end = _HEADER_BYTES
+        path.write_bytes(b"")
+
+    def make(self, name: str, size: int) -> Uint8Array:
+        """Return [size] zeros in the file, aligned to cache lines.
+
+        Raises:
+            OSError: the file can't be that long.
+            ValueError: the size is no multiple of cache lines: what follows would not be aligned.
+        """
+        if size % LINE:
+            raise ValueError(f"{name}: {size} bytes are no multiple of {LINE}")
+        with self._path.open("r+b") as file:
+            file.truncate(self._end + size)
+            self._made[name] = _map(file, self._end, size, mmap.ACCESS_WRITE)
+        self._end += size
+        return self._made[name]
+
+    def finish(self, arrays: Arrays) -> None:
+        """Write the header, and those arrays that weren't made in the file."""
+        ordered = {**self._made, **{k: arrays[k] for k in arrays if k not in self._made}}
+        header, at = {}, 0
+        for name, array in ordered.items():
+            header[name] = {
+                "dtype": _NAMES[array.dtype], "shape": list(array.shape),
+                "data_offsets": [at, at + array.nbytes],
+            }  # fmt: skip
+            at += array.nbytes
+        text = json.dumps(header).encode().ljust(_HEADER_BYTES - 8)
+        assert len(text) == _HEADER_BYTES - 8, "too many arrays for the header's room"
+        with self._path.open("r+b") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            file.seek(self._end)
+            for name, array in ordered.items():
+                if name not in self._made and array.nbytes:
+                    file.write(_bytes_of(array))
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:
@@ -33,26 +91,20 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
     Raises:
         OSError: it can't be written.
     """
-    header = {}
-    at = 0
-    for name, array in arrays.items():
-        offsets = [at, at + array.nbytes]
-        header[name] = {
-            "dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets,
-        }  # fmt: skip
-        at += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for array in arrays.values():
-            if array.nbytes:
-                file.write(_bytes_of(array))
+    ArrayWriter(path).finish(arrays)
 
 
-def read_arrays(path: Path, progress: Progress) -> dict[str, npt.NDArray[np.generic]] | None:
-    """Return a file's arrays, aligned to cache lines; None if it is missing or damaged."""
+def read_arrays(
+    path: Path, progress: Progress, mapped: Collection[str] = ()
+) -> dict[str, npt.NDArray[np.generic]] | None:
+    """Return a file's arrays, aligned to cache lines; None if it is missing or damaged.
+
+    Args:
+        path: the file.
+        progress: receives the megabytes that are read.
+        mapped: names of arrays that are left in the file. Where one of them isn't aligned there,
+            the file counts as damaged.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -62,17 +114,42 @@ def read_arrays(path: Path, progress: Progress) -> dict[str, npt.NDArray[np.gene
             header = json.loads(file.read(start - 8))
             if start + max((e["data_offsets"][1] for e in header.values()), default=0) != size:
                 return None
-            arrays = {}
+            arrays: dict[str, npt.NDArray[np.generic]] = {}
             parts = []
             for name, entry in header.items():
-                arrays[name] = aligned_zeros(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+                at, shape = start + entry["data_offsets"][0], tuple(entry["shape"])
+                dtype = _DTYPES[entry["dtype"]]
+                if name in mapped:
+                    length = start + entry["data_offsets"][1] - at
+                    arrays[name] = _map(file, at, length, mmap.ACCESS_COPY).view(dtype)
+                    arrays[name] = arrays[name].reshape(shape)
+                    continue
+                arrays[name] = aligned_zeros(shape, dtype)
                 if arrays[name].nbytes:
-                    at = start + entry["data_offsets"][0]
                     parts += _parts(_bytes_of(arrays[name]), at)
         _fill(path, parts, progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return arrays
+
+
+def _map(file: BinaryIO, at: int, size: int, access: int) -> Uint8Array:
+    """Return bytes of a file, mapped.
+
+    To Numba, an array that can't be written has another type. So one that is only read is mapped
+    for copying pages that are written.
+
+    Raises:
+        OSError: it can't be mapped.
+        ValueError: it isn't aligned to cache lines.
+    """
+    if at % LINE:
+        raise ValueError(f"byte {at} of the file is not aligned")
+    if not size:
+        return np.zeros(0, np.uint8)
+    before = at % mmap.ALLOCATIONGRANULARITY
+    memory = mmap.mmap(file.fileno(), before + size, access=access, offset=at - before)
+    return np.frombuffer(memory, np.uint8)[before:]
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:

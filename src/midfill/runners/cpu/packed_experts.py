@@ -29,6 +29,8 @@ _PARTS = {
     "shared_out": ("shared.down",),
 }
 """The checkpoint's matrices that are packed as one, by the name under which they are kept."""
+OFFLOADED = ("experts_in", "experts_out")
+"""Those that can be left on disk: a token needs a few experts' parts of them."""
 
 
 def expert_sources(config: ModelConfig, names: Collection[str]) -> dict[str, list[list[str]]]:

@@ -1,6 +1,6 @@
 """A checkpoint's weights in the CPU kernels' form, packed once and kept in the user's cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.config import WeightsOption
-from midfill.errors import CheckpointError
+from midfill.errors import CheckpointError, MidfillError
 from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.experts.table import ExpertWeights
 from midfill.kernels.cpu.latent.data import LatentWeights
@@ -21,9 +21,10 @@ from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, pack
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
-from midfill.runners.cpu.packed_arrays import Arrays, read_arrays, write_arrays
+from midfill.runners.cpu.packed_arrays import Arrays, ArrayWriter, read_arrays, write_arrays
 from midfill.runners.cpu.packed_experts import (
     INTERLEAVED,
+    OFFLOADED,
     ROUTER,
     assemble_experts,
     expert_sources,
@@ -42,7 +43,7 @@ from midfill.runners.cpu.packed_latent import (
 from midfill.runners.rope import rope_tables
 from midfill.stored_tensor import StoredTensor
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
-from midfill.system.files import read_ahead, release_pages
+from midfill.system.files import read_ahead, release_pages, replacing_file
 from midfill.system.machine import available_threads
 from midfill.system.process import start_in_background
 from midfill.system.progress import Progress, ignore_progress
@@ -177,11 +178,52 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class PackedSize:
+    """Bytes that a model's matrices take, packed.
+
+    Attributes:
+        total: of all of them.
+        experts: of those of experts that can be left on disk.
+    """
+
+    total: int
+    experts: int
+
+
+def packed_size(checkpoint: "Checkpoint", option: WeightsOption = "auto") -> PackedSize:
+    """Return how large a model is packed, without reading its weights.
+
+    Args:
+        checkpoint: the model.
+        option: see ``load_packed``.
+    """
+    sizes = {
+        name: sum(
+            packed_bytes(
+                [checkpoint.shape(part) for part in layer],
+                [_format_for(checkpoint.kind(part), option) for part in layer],
+            )
+            for layer in layers
+        )
+        for name, layers in _matrix_sources(checkpoint).items()
+    }
+    latent = checkpoint.config.latent
+    if latent is not None:  # what is multiplied head by head, in float32 at most
+        numbers = (
+            checkpoint.config.query_heads * latent.rank * (latent.plain_dim + latent.value_dim)
+        )
+        sizes["heads"] = 4 * numbers * checkpoint.config.layers
+    return PackedSize(sum(sizes.values()), sum(sizes.get(name, 0) for name in OFFLOADED))
+
+
 def load_packed(
     checkpoint: "Checkpoint",
     option: WeightsOption = "auto",
     progress: Progress | None = None,
     folder: Path | None = None,
+    *,
+    offload_experts: bool = False,
 ) -> PackedModel:
     """Load weights, from the cache if this checkpoint was packed before.
 
@@ -192,9 +234,12 @@ def load_packed(
             dequantises all.
         progress: called with (stage, done, total).
         folder: where packed weights are kept; None is the user's cache.
+        offload_experts: whether the matrices of experts stay on disk. The kernels read them from
+            there; the system keeps in memory what is read most, as far as there is room.
 
     Raises:
         CheckpointError: the checkpoint is broken or has a shape the kernels can't run.
+        MidfillError: experts are to stay on disk, and can't be written there.
     """
     reason = unsupported_reason(checkpoint.config)
     if reason is not None:
@@ -206,13 +251,35 @@ def load_packed(
         folder or cache_folder() / "packed"
     ) / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
     progress = progress or ignore_progress
-    arrays = read_arrays(path, progress)
+    mapped = OFFLOADED if offload_experts else ()
+    arrays = read_arrays(path, progress, mapped)
+    if arrays is None and offload_experts:
+        try:
+            with replacing_file(path) as temporary:
+                _pack_into(ArrayWriter(temporary), checkpoint, option, progress)
+        except OSError as error:
+            raise MidfillError(
+                f"{path}: the experts can't be written there ({error.strerror}); they stay on disk"
+                " since the model is larger than the memory"
+            ) from None
+        arrays = read_arrays(path, progress, mapped)
     if arrays is None:
         arrays = _pack_all(checkpoint, option, progress)
         _store(path, arrays)
     else:
         mark_used(path)
     return _assemble(checkpoint.config, arrays)
+
+
+def _pack_into(
+    writer: ArrayWriter, checkpoint: TensorSource, option: WeightsOption, progress: Progress
+) -> None:
+    """Pack a model into a file, the matrices of experts in the file itself."""
+
+    def allocate(name: str, size: int) -> Uint8Array:
+        return writer.make(name, size) if name in OFFLOADED else _allocate(name, size)
+
+    writer.finish(_pack_all(checkpoint, option, progress, allocate))
 
 
 def pack_model(source: TensorSource) -> PackedModel:
@@ -253,12 +320,18 @@ def block_format(checkpoint: "Checkpoint", option: WeightsOption) -> WeightForma
     return min(_format_for(checkpoint.kind(n), option) for n in parts if n in names)
 
 
-def _pack_all(
-    checkpoint: TensorSource, option: WeightsOption, progress: Progress
-) -> dict[str, npt.NDArray[np.generic]]:
-    config = checkpoint.config
-    names = set(checkpoint.names())
-    arrays: dict[str, npt.NDArray[np.generic]] = {}
+Allocate = Callable[[str, int], Uint8Array]
+"""Returns zeros for packed matrices, by name and size."""
+
+
+def _allocate(name: str, size: int) -> Uint8Array:
+    zeros: Uint8Array = aligned_zeros(size, np.uint8)
+    return zeros
+
+
+def _matrix_sources(checkpoint: TensorSource) -> dict[str, list[list[str]]]:
+    """Return the names of tensors that are packed together, in order, by what they become."""
+    config, names = checkpoint.config, set(checkpoint.names())
     sources = {"embed": [["embed.weight"]], "head": [["lm_head.weight"]]} | {
         name: [[f"layers.{i}.{part}.weight" for part in parts] for i in range(config.layers)]
         for name, parts in _MATRICES.items()
@@ -267,15 +340,22 @@ def _pack_all(
         name: [held for layer in layers if (held := [part for part in layer if part in names])]
         for name, layers in (sources | expert_sources(config, names)).items()
     }
-    done, steps = 0, sum(map(len, present.values()))
-    for name, layers in present.items():
-        if not layers:
-            continue
-        stacked = _Stacking(
-            [[checkpoint.tensor(part) for part in layer] for layer in layers],
-            option,
-            name in _INTERLEAVED,
-        )
+    return {name: layers for name, layers in present.items() if layers}
+
+
+def _pack_all(
+    checkpoint: TensorSource,
+    option: WeightsOption,
+    progress: Progress,
+    allocate: Allocate = _allocate,
+) -> dict[str, npt.NDArray[np.generic]]:
+    config = checkpoint.config
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    sources = _matrix_sources(checkpoint)
+    done, steps = 0, sum(map(len, sources.values()))
+    for name, layers in sources.items():
+        tensors = [[checkpoint.tensor(part) for part in layer] for layer in layers]
+        stacked = _Stacking(tensors, option, partial(allocate, name), name in _INTERLEAVED)
         try:
             for _ in stacked.pack():
                 done += 1
@@ -283,22 +363,29 @@ def _pack_all(
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.path}: {error}; download it again") from None
         arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
-    for name, tensors in head_tensors(config, checkpoint.tensor).items():
-        heads = _Stacking(tensors, option, interleaved=False)
-        for _ in heads.pack():
-            pass
-        arrays[name], arrays[f"{name}.panels"] = heads.data, heads.panels
+    others = {
+        name: _Stacking(tensors, option, partial(allocate, name))
+        for name, tensors in head_tensors(config, checkpoint.tensor).items()
+    }
     if config.experts is not None:
-        routers = _Stacking(router_tensors(config, checkpoint.tensor), "f32", interleaved=False)
-        for _ in routers.pack():
+        routers = router_tensors(config, checkpoint.tensor)
+        others[ROUTER] = _Stacking(routers, "f32", partial(allocate, ROUTER))
+    for name, stacked in others.items():
+        for _ in stacked.pack():
             pass
-        arrays[ROUTER], arrays[f"{ROUTER}.panels"] = routers.data, routers.panels
-    arrays.update(_vectors(checkpoint, names))
+        arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
+    arrays.update(_vectors(checkpoint, set(checkpoint.names())))
     return arrays
 
 
 class _Stacking:
     """Packs one matrix of all layers into one array.
+
+    Args:
+        layers: tensors that are packed together, of each layer.
+        option: see ``load_packed``.
+        allocate: returns zeros of a size.
+        interleaved: see ``packing.pack``.
 
     Attributes:
         data: uint8, the layers' panels.
@@ -306,7 +393,11 @@ class _Stacking:
     """
 
     def __init__(
-        self, layers: list[list[StoredTensor]], option: WeightsOption, interleaved: bool
+        self,
+        layers: list[list[StoredTensor]],
+        option: WeightsOption,
+        allocate: Callable[[int], Uint8Array],
+        interleaved: bool = False,
     ) -> None:
         self._layers = layers
         self._interleaved = interleaved
@@ -314,7 +405,7 @@ class _Stacking:
         shapes = [[part.shape for part in layer] for layer in layers]
         pairs = zip(shapes, self._formats, strict=True)
         self._sizes = [packed_bytes(shape, formats) for shape, formats in pairs]
-        self.data: Uint8Array = aligned_zeros(sum(self._sizes), np.uint8)
+        self.data = allocate(sum(self._sizes))
         self.panels: Int64Array = np.zeros((0, 2), np.int64)
 
     def pack(self) -> Iterator[None]:
