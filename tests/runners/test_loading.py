@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 from tiny_checkpoints import write_tiny
 
 from midfill.config import ModelOptions
@@ -162,13 +161,14 @@ class TestWeightsBeyondTheMemory:
     def test_a_model_on_disk_answers_as_one_in_memory(
         self, mixture: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        options = ModelOptions(backend="cpu", threads=1, kv_memory=KV_MEMORY)
+        options = ModelOptions(backend="cpu", threads=1, context=128)
         runner = load_runner(open_checkpoint(mixture), options)
         size = packed_size(open_checkpoint(mixture))
         monkeypatch.setattr(loading, "reported_memory", lambda: size.total)
-        on_disk = load_runner(open_checkpoint(mixture), replace(options, kv_memory=None))
+        on_disk = load_runner(open_checkpoint(mixture), options)
         assert np.array_equal(logits_of(runner), logits_of(on_disk))
         assert on_disk.weight_bytes == runner.weight_bytes
+        assert on_disk.description == "CPU kernels, 1 thread, experts on disk"
 
 
 def logits_of(runner: Runner) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,12 +80,14 @@ class PackedModel:
         weights: the weights, one copy.
         experts: the mixtures of experts, of layers that have one.
         latent: latent attention, of models that have it.
+        experts_on_disk: whether the experts' matrices are read from a file, see ``load_packed``.
     """
 
     config: DecoderConfig
     weights: DecoderWeights
     experts: ExpertWeights | None = None
     latent: LatentWeights | None = None
+    experts_on_disk: bool = False
 
     @property
     def matrices(self) -> dict[str, LinearWeights]:
@@ -268,7 +270,7 @@ def load_packed(
         _store(path, arrays)
     else:
         mark_used(path)
-    return _assemble(checkpoint.config, arrays)
+    return replace(_assemble(checkpoint.config, arrays), experts_on_disk=offload_experts)
 
 
 def _pack_into(

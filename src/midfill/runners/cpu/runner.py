@@ -222,7 +222,9 @@ class CpuRunner:
     @property
     def description(self) -> str:
         amx = ", AMX" if self._tile_rows.max() >= AMX_ROWS else ""
-        return f"CPU kernels, {self.threads} thread{'' if self.threads == 1 else 's'}{amx}"
+        on_disk = ", experts on disk" if self.model.experts_on_disk else ""
+        plural = "" if self.threads == 1 else "s"
+        return f"CPU kernels, {self.threads} thread{plural}{amx}{on_disk}"
 
     @property
     def build(self) -> str:
