@@ -96,7 +96,7 @@ TESTED_THROUGH = {
         "models/family",
         "models/gguf_config",
         "models/huggingface_config",
-        *(f"models/{name}" for name in FAMILIES),
+        *(f"models/{name.replace('-', '')}" for name in FAMILIES),
     ),
     "runners/cpu/test_parts.py": (
         "kernels/cpu/parts/attention",
@@ -112,6 +112,7 @@ TESTED_THROUGH = {
     "runners/cpu/test_quantized_blocks.py": ("kernels/cpu/parts/quantized_attention",),
     "runners/cpu/test_runner.py": (
         "kernels/cpu/decoder_data",
+        "kernels/cpu/sink_attention/decoder",
         "runners/forward/cells",
         "runners/forward/layer_rows",
         "runners/forward/runner",

@@ -20,12 +20,16 @@ class StoredTensor:
             ``shape``; "f8_e4m3": uint8 bit patterns of ``shape``; quantised kinds: uint8 [rows,
             bytes per row], rows = prod(shape[:-1]), each row a sequence of GGML blocks. May be a
             read-only memory map.
+        exponents: of "mxfp4" as Hugging Face's files have it, uint8 [rows, blocks]: the blocks'
+            exponents, while ``data`` is [rows, blocks, 16], two consecutive numbers to a byte, the
+            first one in its low half. None where ``data`` has GGML's blocks.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: str
     data: npt.NDArray[np.generic]
+    exponents: npt.NDArray[np.uint8] | None = None
 
     def to_float32(self) -> npt.NDArray[np.float32]:
         """Dequantise; return float32 of ``shape`` (the data itself where it is float32)."""
@@ -41,8 +45,26 @@ class StoredTensor:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        values = dequantize(self.data, GGMLQuantizationType[self.kind.upper()])
+        data = self.data if self.exponents is None else mxfp4_blocks(self)
+        values = dequantize(data, GGMLQuantizationType[self.kind.upper()])
         return np.asarray(values, np.float32).reshape(self.shape)
+
+
+def mxfp4_blocks(tensor: StoredTensor) -> npt.NDArray[np.uint8]:
+    """Return MXFP4 in GGML's blocks: uint8 [rows, blocks * 17].
+
+    A block is its exponent, then 16 bytes, of which byte i has number i in its low half and number
+    16 + i in its high one.
+    """
+    data = tensor.data.view(np.uint8)
+    if tensor.exponents is None:
+        return data
+    exponents = tensor.exponents
+    rows, blocks = exponents.shape
+    codes = data.reshape(rows, blocks, 16)
+    numbers = np.stack((codes & 15, codes >> 4), axis=-1).reshape(rows, blocks, 2, 16)
+    packed = numbers[:, :, 0] | numbers[:, :, 1] << np.uint8(4)
+    return np.concatenate((exponents[..., None], packed), axis=-1).reshape(rows, -1)
 
 
 @cache

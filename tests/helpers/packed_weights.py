@@ -7,10 +7,10 @@ from midfill.kernels.cpu.memory import Uint8Array
 from midfill.kernels.cpu.packing import PackedMatrix
 from midfill.kernels.cpu.weight_formats import (
     GROUP,
-    LAYOUTS,
     PANEL,
     BlockLayout,
     WeightFormat,
+    layout_of,
     panel_bytes,
 )
 
@@ -24,14 +24,14 @@ def unpack(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
         if weight_format is WeightFormat.F32:
             rows.append(panel.view(np.float32).reshape(matrix.inputs, PANEL).T)
         else:
-            rows.append(_unpack_panel(panel, LAYOUTS[weight_format]))
+            rows.append(_unpack_panel(panel, layout_of(weight_format)))
     return np.ascontiguousarray(np.concatenate(rows)[: matrix.outputs])
 
 
 def _unpack_panel(panel: Uint8Array, layout: BlockLayout) -> npt.NDArray[np.float32]:
     """Return one panel's weights [32, inputs]."""
     blocks = panel.reshape(-1, layout.block_bytes)
-    header = blocks[:, : layout.header_bytes].copy().view(np.float16).astype(np.float64)
+    header = _header(blocks[:, : layout.header_bytes].copy(), layout)
     header = header.repeat(layout.groups, axis=0)[:, None]  # [groups, 1, 32 or 64]
     body = blocks[:, layout.header_bytes :].reshape(-1, layout.group_bytes)
     scales = header[..., :PANEL]
@@ -55,6 +55,15 @@ def _unpack_panel(panel: Uint8Array, layout: BlockLayout) -> npt.NDArray[np.floa
         position += bits
     fours = vectors.reshape(len(body), GROUP // 4, PANEL, 4).swapaxes(-1, -2)
     quants = fours.reshape(len(body), GROUP, PANEL).astype(np.float64)
+    if layout.lookup:
+        quants = np.array(layout.lookup, np.float64)[quants.astype(np.int64)]
     # In float64 and rounded at the end: the kernels' fused multiply-add rounds once too.
     weights = ((quants - layout.zero) * scales + minima).astype(np.float32)
     return weights.reshape(-1, PANEL).T
+
+
+def _header(header: Uint8Array, layout: BlockLayout) -> npt.NDArray[np.float64]:
+    """Return the scales, and minima, of blocks."""
+    if layout.has_exponents:
+        return np.where(header > 0, 2.0 ** (header.astype(np.float64) - 128), 0.0)
+    return header.view(np.float16).astype(np.float64)

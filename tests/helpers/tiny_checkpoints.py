@@ -115,11 +115,27 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
         "rope_local_base_freq": 1000.0,
         "tie_word_embeddings": True,
     },
+    "phi3": _HEADS_OF_HIDDEN | {"pad_token_id": None},
+    "gpt-oss": _WIDE_HEADS
+    | {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "sliding_window": 24,
+        "swiglu_limit": 0.9,  # which some numbers exceed
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    },
 }
 _MODEL_TYPES = {
     "deepseek2": "deepseek_v2",
     "deepseekv3": "deepseek_v3",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
@@ -201,12 +217,27 @@ VARIANTS: Mapping[str, Variant] = {
         },
     ),
     "deepseekv3": Variant("deepseekv3", {"q_lora_rank": 64}),
+    "gpt-oss": Variant("gpt-oss"),
+    "phi3": Variant("phi3", {"sliding_window": 30}),
+    "phi3-long": Variant(
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 12,
+                "long_factor": [1.0 + 0.3 * i for i in range(12)],
+            },
+        },
+    ),
 }
 
 TRAINED = [
     name
     for name, variant in VARIANTS.items()
-    if variant.family not in ("deepseek2", "deepseekv3", "gemma", "gemma3", "qwen2moe", "qwen3moe")
+    if variant.family
+    not in ("deepseek2", "deepseekv3", "gemma", "gemma3", "gpt-oss", "phi3", "qwen2moe", "qwen3moe")
 ]
 """Those that the lab can train."""
 """Every architecture and switch midfill supports, for parametrised tests."""
@@ -295,6 +326,10 @@ def reference_model(folder: Path, context: int) -> "torch.nn.Module":
         with torch.inference_mode():
             model(torch.zeros((1, context), dtype=torch.int64), use_cache=False)
         rotary.original_max_seq_len = 0
+    if rotary.rope_type == "longrope":  # the same with its frequencies of long texts
+        with torch.inference_mode():
+            model(torch.zeros((1, context), dtype=torch.int64), use_cache=False)
+        rotary.rope_type = "default"
     return model
 
 

@@ -178,7 +178,11 @@ class TestHuggingFace:
         # Some files state the lengthened context, some the original one.
         assert context(type="yarn", factor=2.0, original_max_position_embeddings=4096) == 8192
 
-    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize(
+        "variant",
+        # Those that hold several matrices as one have tests of their own.
+        [name for name in VARIANTS if not name.startswith(("gpt-oss", "phi3"))],
+    )
     def test_names_and_shapes_are_those_of_the_files_transformers_writes(
         self, variant: str, tmp_path: Path
     ) -> None:
@@ -309,6 +313,8 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
         values["expert_feed_forward_length"] = config.experts.ffn
         values["expert_weights_norm"] = config.experts.normalised
         values["expert_shared_feed_forward_length"] = config.experts.shared_ffn
+    if config.family == "gpt-oss":  # whose windows follow from the architecture
+        del values["attention.sliding_window_pattern"]
     if config.family == "granite":
         values["embedding_scale"] = config.embedding_multiplier
         values["residual_scale"] = config.residual_multiplier
@@ -370,6 +376,11 @@ class TestGguf:
             scaling = replace(expected.rope_scaling, mscale=expected.rope_scaling.mscale_all_dim)
             expected = replace(expected, rope_scaling=scaling)
             actual = replace(actual, rope_scaling=scaling, attention_scale=expected.score_scale)
+        if variant == "gpt-oss":  # GGUF states no limit, since all files have the same
+            assert actual.swiglu_limit == 7.0
+            expected = replace(expected, rope_scaling=actual.rope_scaling, swiglu_limit=7.0)
+            assert actual.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
+            assert not actual.rope_scaling.truncate
         if variant == "llama-yarn":  # GGUF states the factor that the other format implies
             assert actual.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
             expected = replace(expected, rope_scaling=actual.rope_scaling)
@@ -403,7 +414,7 @@ class TestGguf:
         [
             (
                 {"general.architecture": "gemma2"},
-                "'gemma2' is not supported; midfill runs deepseek2, gemma, gemma3, granite",
+                "'gemma2' is not supported; midfill runs deepseek2, gemma, gemma3, gpt-oss, ",
             ),
             ({"general.architecture": "mistral"}, "'mistral' is not supported"),
             ({"general.architecture": None}, "'general.architecture' is missing"),
@@ -442,3 +453,58 @@ class TestGguf:
     def test_which_families_interleave_the_rotary_halves(self) -> None:
         interleaved = {name for name, family in FAMILIES.items() if family.gguf_interleaved_rotary}
         assert interleaved == {"llama", "granite"}
+
+
+PHI3: dict[str, Any] = LLAMA | {
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": 262144,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [1.0 + i for i in range(48)],
+    },
+}
+
+
+class TestPhi3:
+    def test_phi_4_mini_turns_a_part_of_each_head_by_frequencies_of_long_texts(self) -> None:
+        config = config_from_huggingface(PHI3)
+        assert (config.head_dim, config.rotary_dim, config.context) == (128, 96, 131072)
+        assert config.rope_scaling.frequency_factors == tuple(1.0 + i for i in range(48))
+        assert config.rope_scaling.attention_factor == pytest.approx(1.1902, abs=1e-4)
+        assert config.sliding_window is None
+
+    def test_a_short_context_has_those_of_short_texts(self) -> None:
+        config = config_from_huggingface(PHI3 | {"max_position_embeddings": 4096})
+        assert config.rope_scaling.frequency_factors == (1.0,) * 48
+        assert config.rope_scaling.attention_factor == 1.0
+
+    def test_phi_4_turns_all_by_the_usual_ones(self) -> None:
+        config = config_from_huggingface(without(PHI3, "rope_scaling", "partial_rotary_factor"))
+        assert config.rotary_dim == config.head_dim
+        assert config.rope_scaling == RopeScaling()
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"partial_rotary_factor": 0.01}, "must leave whole pairs"),
+            ({"partial_rotary_factor": 2.0}, "must leave whole pairs"),
+            ({"partial_rotary_factor": 0.5}, "'long_factor' must be 32 numbers above 0"),
+            (
+                {"rope_scaling": PHI3["rope_scaling"] | {"long_factor": ["a"]}},
+                "'long_factor' must be a list of numbers",
+            ),
+            ({"rope_scaling": {"type": "llama4"}}, "RoPE scaling 'llama4' is not supported"),
+        ],
+        ids=str,
+    )
+    def test_what_it_cannot_be_is_one_line(self, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            config_from_huggingface(PHI3 | change)
+        assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ Names and shapes of a model's tensors follow from it.
 from dataclasses import dataclass, field
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
 RopeScalingKind = Literal["none", "linear", "dynamic", "yarn", "llama3", "factors"]
 ExpertScoring = Literal["softmax", "sigmoid"]
@@ -18,13 +18,14 @@ class RopeScaling:
 
     Attributes:
         kind: the rule.
+        attention_factor: of queries and keys, for yarn and factors; None is the rule's default.
         factor: ratio of the extended context to the original one.
         original_context: positions the model was trained on (for yarn, llama3, dynamic).
         low_freq_factor, high_freq_factor: for llama3.
-        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: for yarn; None is
-            the rule's default.
-        frequency_factors: for factors: divisors of the head_dim / 2 frequencies (GGUF files state
-            llama3 scaling this way).
+        beta_fast, beta_slow, mscale, mscale_all_dim, truncate: for yarn; None is the rule's
+            default.
+        frequency_factors: for factors: divisors of the rotary_dim / 2 frequencies (GGUF files state
+            llama3 scaling this way; LongRoPE).
     """
 
     kind: RopeScalingKind = "none"
@@ -64,6 +65,7 @@ class Experts:
         groups_per_token: from how many groups a token's experts are chosen: of those with the
             likeliest expert, or, with ``corrected``, the two likeliest together.
         weight_factor: of the probabilities, after they have been normalised.
+        router_bias: whether the router has a bias.
     """
 
     count: int
@@ -78,6 +80,7 @@ class Experts:
     groups: int = 1
     groups_per_token: int = 1
     weight_factor: float = 1.0
+    router_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,16 @@ class ModelConfig:
             covers the whole head_dim, its two halves rotated against each other (NEOX order).
         context: maximum sequence length in tokens.
         norm, norm_epsilon: RMSNorm, or LayerNorm (with bias).
-        activation: activation of the MLP.
+        activation: activation of the MLP. "swiglu_oai" is gpt-oss's gate, with both halves clamped:
+            (up + 1) * gate * sigmoid(1.702 * gate).
+        swiglu_limit: up to which swiglu_oai's halves are clamped; gate has no lower limit.
         gated_mlp: whether the MLP is down(act(gate) * up) instead of down(act(up)).
-        qkv_bias, output_bias, mlp_bias: which projections carry a bias.
+        qkv_bias, output_bias, mlp_bias: which projections carry a bias; MLPs are experts', too.
         qk_norm: RMSNorm of each query and key head before the rotary embedding (Qwen3).
         post_norms: further norms of what attention and the MLP add to the hidden rows (Gemma 3).
         tied_embeddings: whether the LM head is the embedding.
+        rotated: numbers of a head that the rotary embedding turns; None for all. The others come
+            first in each half, and their pairs don't turn.
         rope_theta, rope_scaling: base and scaling of the rotary embedding.
         local_rope_theta: base in windowed layers, which have no scaling then; None is as elsewhere.
         sliding_window: number of keys a query sees in windowed layers, itself included; None for
@@ -147,6 +154,7 @@ class ModelConfig:
         windowed_layers: the layers that use the window; None for every layer if there is a window.
         embedding_multiplier, residual_multiplier, logits_divisor: Granite's scalars.
         attention_scale: factor of q.k; None for head_dim ** -0.5.
+        sinks: whether each query head has a learned score that joins the softmax without a value.
         experts: the mixtures of experts that stand in the place of MLPs; None for dense models.
         latent: multi-head latent attention in the place of grouped-query attention; None for other
             models.
@@ -172,6 +180,7 @@ class ModelConfig:
     qk_norm: bool = False
     post_norms: bool = False
     tied_embeddings: bool = False
+    rotated: int | None = None
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     local_rope_theta: float | None = None
@@ -181,6 +190,8 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     attention_scale: float | None = None
+    sinks: bool = False
+    swiglu_limit: float = 7.0
     experts: Experts | None = None
     latent: LatentAttention | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -194,7 +205,9 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Numbers of a query or key that the rotary embedding turns."""
-        return self.head_dim if self.latent is None else self.latent.rotary_dim
+        if self.latent is not None:
+            return self.latent.rotary_dim
+        return self.head_dim if self.rotated is None else self.rotated
 
     @property
     def vectors_per_cell(self) -> int:
@@ -203,6 +216,11 @@ class ModelConfig:
         One, where a value is the key itself.
         """
         return 2 if self.latent is None else 1
+
+    def heads_of(self, name: str) -> int:
+        """Return how many heads' rows a tensor of queries or keys has; 0 for other tensors."""
+        module = name.split(".")[-2:-1]
+        return {"q": self.query_heads, "k": self.kv_heads}.get(module[0] if module else "", 0)
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of one layer, None where it sees everything."""
@@ -269,7 +287,8 @@ def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
         return _latent_shapes(config, config.latent)
     query = config.query_heads * config.head_dim
     key = config.kv_heads * config.head_dim
-    return {
+    sinks: dict[str, Shape] = {"attn.sinks": (config.query_heads,)} if config.sinks else {}
+    return sinks | {
         **_linear_shapes("q", query, config.hidden, config.qkv_bias),
         **_linear_shapes("k", key, config.hidden, config.qkv_bias),
         **_linear_shapes("v", key, config.hidden, config.qkv_bias),
@@ -310,7 +329,7 @@ def _mlp_shapes(config: ModelConfig, prefix: str, ffn: int) -> dict[str, Shape]:
 
 
 def _expert_shapes(config: ModelConfig, experts: Experts) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {"router.weight": (experts.count, config.hidden)}
+    shapes = _linear_shapes("router", experts.count, config.hidden, experts.router_bias)
     if experts.corrected:
         shapes["router.e_score_correction_bias"] = (experts.count,)
     for expert in range(experts.count):

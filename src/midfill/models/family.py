@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 from midfill.errors import CheckpointError
@@ -115,6 +115,19 @@ class ConfigFields:
                 raise self._wrong(key, "a list of whole numbers", value)
         return tuple(int(item) for item in value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of finite numbers; empty if the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self._wrong(key, "a list of numbers", value)
+        found = [self._finite(item) for item in value]
+        known = tuple(number for number in found if number is not None)
+        if len(known) != len(found):
+            raise self._wrong(key, "a list of numbers", value)
+        return known
+
     def table(self, key: str) -> Mapping[str, object]:
         """Return a nested mapping; empty if the key is missing."""
         value = self.get(key)
@@ -168,6 +181,11 @@ class Family:
         gguf_interleaved_rotary: whether GGUF files store the rows of q and k (weights and biases)
             with the two rotary halves interleaved (GGML's NORM order) instead of consecutive (NEOX
             order).
+        gguf_modules: GGUF's name of a layer's module -> canonical name, where they mean another one
+            than in most families.
+        interleaved_experts: whether Hugging Face files hold experts as gpt-oss does, see
+            ``checkpoints.interleaved_experts``.
+        fused_projections: whether they hold q, k and v as one matrix, and gate and up.
     """
 
     name: str
@@ -177,6 +195,9 @@ class Family:
     gguf_interleaved_rotary: bool = False
     model_type: str = ""
     norm_offset: float = 0.0
+    gguf_modules: Mapping[str, str] = field(default_factory=dict)
+    interleaved_experts: bool = False
+    fused_projections: bool = False
 
 
 LLAMA_MODULES: Mapping[str, str] = {

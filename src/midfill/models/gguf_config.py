@@ -21,6 +21,7 @@ def read_decoder(
     full_every: int = 0,
     experts: Experts | None = None,
     head_dim: int | None = None,
+    reads_partial_rotary: bool = False,
 ) -> ModelConfig:
     """Read the part that all architectures write alike.
 
@@ -36,6 +37,7 @@ def read_decoder(
             windows all layers or none.
         experts: from ``read_experts``, for families that have any.
         head_dim: of a key, for families in which it differs from a value's.
+        reads_partial_rotary: whether the family reads which part of a head is rotated.
 
     Raises:
         CheckpointError: a key is missing, malformed or asks for something unsupported.
@@ -46,7 +48,7 @@ def read_decoder(
         raise fields.error("the file holds no token embedding (tensor token_embd.weight)")
     hidden = fields.size("embedding_length")
     heads = fields.size("attention.head_count")
-    head_dim = head_dim or _read_head_dim(fields, hidden // heads)
+    head_dim = head_dim or _read_head_dim(fields, hidden // heads, reads_partial_rotary)
     window, windowed = _read_windows(fields, full_every)
     scaling = _read_scaling(fields)
     context = fields.size("context_length")
@@ -117,22 +119,38 @@ def with_frequency_factors(config: ModelConfig, factors: tuple[float, ...]) -> R
         raise error(
             f"rope_freqs.weight beside RoPE scaling {config.rope_scaling.kind!r} is not supported"
         )
-    if len(factors) != config.head_dim // 2:
+    if len(factors) != config.rotary_dim // 2:
         raise error(
-            f"rope_freqs.weight holds {len(factors)} values, a head of {config.head_dim} "
-            f"needs {config.head_dim // 2}"
+            f"rope_freqs.weight holds {len(factors)} values, a head of {config.rotary_dim} "
+            f"needs {config.rotary_dim // 2}"
         )
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise error("rope_freqs.weight must hold finite values above 0")
-    return RopeScaling(kind="factors", frequency_factors=factors)
+    sharper = config.rope_scaling.attention_factor
+    return RopeScaling(kind="factors", frequency_factors=factors, attention_factor=sharper)
 
 
-def _read_head_dim(fields: ConfigFields, default: int) -> int:
+def rope_factors_of(metadata: Mapping[str, object]) -> str:
+    """Return the name of the tensor that has frequency factors, if the file has any.
+
+    LongRoPE's files have two, of which that of the longest text is used.
+    """
+    fields = ConfigFields(
+        metadata, SOURCE, f"{ConfigFields(metadata, SOURCE).text('general.architecture')}."
+    )
+    original = fields.get("rope.scaling.original_context_length")
+    if original is None or fields.text("rope.scaling.type", "longrope") != "longrope":
+        return "rope_freqs.weight"
+    is_long = fields.size("context_length") > fields.size("rope.scaling.original_context_length")
+    return f"rope_factors_{'long' if is_long else 'short'}.weight"
+
+
+def _read_head_dim(fields: ConfigFields, default: int, partial: bool) -> int:
     head_dim = fields.size("attention.key_length", default)
     if fields.size("attention.value_length", head_dim) != head_dim:
         raise fields.error("key and value heads of different sizes are not supported")
     rotary = fields.size("rope.dimension_count", head_dim)
-    if rotary != head_dim:
+    if rotary != head_dim and not partial:
         raise fields.error(
             f"partial rotary embeddings ({rotary} of {head_dim} dimensions) are not supported"
         )
@@ -164,6 +182,8 @@ def _read_windows(
 
 def _read_scaling(fields: ConfigFields) -> RopeScaling:
     kind = fields.text("rope.scaling.type", "none")
+    if kind == "longrope" and fields.get("rope.scaling.attn_factor") is not None:
+        kind = "none"  # but for the tensors of factors, see ``rope_factors_of``
     # Files from before rope.scaling.* existed carry a lone linear factor.
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
     if factor <= 0:

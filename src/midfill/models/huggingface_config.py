@@ -35,6 +35,9 @@ def read_decoder(
     epsilon: float = 1e-6,
     tied_embeddings: bool = False,
     layer_type: str = "",
+    quantization: str = "",
+    reads_partial_rotary: bool = False,
+    ignores_scaling: bool = False,
 ) -> ModelConfig:
     """Read the part of a config.json that all families write alike.
 
@@ -44,14 +47,19 @@ def read_decoder(
         activation, epsilon, tied_embeddings: what transformers assumes for missing keys.
         epsilon_key: key of the norm's epsilon.
         layer_type: the layers whose rotary embedding is read, where kinds of layers differ.
+        quantization: the method of quantisation that the family's files are read with, if any.
+        reads_partial_rotary: whether the family reads which part of a head is rotated.
+        ignores_scaling: whether the family reads RoPE scaling by itself.
 
     Raises:
         CheckpointError: a field is missing, malformed or asks for something unsupported.
     """
-    _reject_unsupported(fields)
+    _reject_unsupported(fields, quantization)
     hidden = fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
-    theta, scaling, context = _read_rope(fields, layer_type)
+    theta, scaling, context = _read_rope(
+        fields, layer_type, partial=reads_partial_rotary, scaled=not ignores_scaling
+    )
     bos = fields.token_ids("bos_token_id")
     return ModelConfig(
         family=family,
@@ -139,17 +147,18 @@ def read_experts(
     )
 
 
-def _reject_unsupported(fields: ConfigFields) -> None:
+def _reject_unsupported(fields: ConfigFields, quantization: str) -> None:
     architectures = fields.texts("architectures")
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
         raise fields.error(
             f"{architectures[0]} is not a causal language model; use the model's ForCausalLM files"
         )
-    quantization = fields.table("quantization_config")
-    if quantization:
+    stated = fields.table("quantization_config")
+    method = stated.get("quant_method", "an unnamed method")
+    if stated and method != quantization:
         raise fields.error(
-            f"weights quantised with {quantization.get('quant_method', 'an unnamed method')} are "
-            "not supported; use the unquantised model or a GGUF file"
+            f"weights quantised with {method} are not supported; use the unquantised model or a "
+            "GGUF file"
         )
 
 
@@ -162,7 +171,9 @@ def _read_activation(fields: ConfigFields, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _read_rope(fields: ConfigFields, layer_type: str) -> tuple[float, RopeScaling, int]:
+def _read_rope(
+    fields: ConfigFields, layer_type: str, *, partial: bool, scaled: bool
+) -> tuple[float, RopeScaling, int]:
     """Read theta, scaling and context length, in the spelling of transformers 5 or older.
 
     transformers 5 writes ``rope_parameters`` with theta and type inside. Older versions write
@@ -171,9 +182,11 @@ def _read_rope(fields: ConfigFields, layer_type: str) -> tuple[float, RopeScalin
     positions = fields.size("max_position_embeddings")
     rope = ConfigFields(_rope_table(fields, layer_type), f"{fields.source}: rope parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise fields.error(f"partial rotary embeddings (factor {partial}) are not supported")
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if share != 1.0 and not partial:
+        raise fields.error(f"partial rotary embeddings (factor {share}) are not supported")
+    if not scaled:
+        return theta, RopeScaling(), positions
     name = rope.text("rope_type", rope.text("type", "default"))
     if name not in _SCALING_KINDS:
         raise fields.error(

@@ -32,24 +32,26 @@ def rope_tables(
         local: those of layers with ``ModelConfig.is_local``.
 
     Returns:
-        cos, sin: float32 [length, rotary_dim / 2]. YaRN's attention factor is multiplied in.
+        cos, sin: float32 [length, head_dim / 2], those of pairs that don't turn first; of latent
+            attention [length, rotary_dim / 2]. The attention factor is multiplied in.
     """
     frequencies, attention_factor = rope_frequencies(config, local=local)
     factor = np.float32(attention_factor)
-    cos = np.empty((length, len(frequencies)), np.float32)
-    sin = np.empty_like(cos)
+    still = 0 if config.latent is not None else (config.head_dim - config.rotary_dim) // 2
+    cos = np.ones((length, still + len(frequencies)), np.float32)
+    sin = np.zeros_like(cos)
     for first in range(0, length, _POSITIONS_AT_ONCE):
         end = min(first + _POSITIONS_AT_ONCE, length)
         angles = (np.arange(first, end, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
-        cos[first:end] = np.cos(angles).astype(np.float32) * factor
-        sin[first:end] = np.sin(angles).astype(np.float32) * factor
+        cos[first:end, still:] = np.cos(angles).astype(np.float32) * factor
+        sin[first:end, still:] = np.sin(angles).astype(np.float32) * factor
     return cos, sin
 
 
 def layer_frequencies(config: ModelConfig) -> Float32Array:
     """Return each layer's radians per position: float32 [layers, head_dim / 2].
 
-    Those of pairs that don't turn, in the keys of latent attention, are 0.
+    Those of pairs that don't turn are 0.
     """
     still = np.zeros((config.head_dim - config.rotary_dim) // 2, np.float32)
     both = [
@@ -76,7 +78,7 @@ def rope_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[Float
             return _inverse_powers(theta, dim) / np.float32(scaling.factor), 1.0
         case "factors":
             factors = np.array(scaling.frequency_factors, np.float32)
-            return _inverse_powers(theta, dim) / factors, 1.0
+            return _inverse_powers(theta, dim) / factors, scaling.attention_factor or 1.0
         case "dynamic":
             return _inverse_powers(_dynamic_theta(config), dim), 1.0
         case "llama3":

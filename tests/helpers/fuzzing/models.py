@@ -20,8 +20,9 @@ from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.adapter import LoraConfig
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.gguf import GgufCheckpoint, GgufFile
-from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint, SafetensorsFile
+from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint
 from midfill.models.checkpoints.model_record import read_needs
+from midfill.models.checkpoints.safetensors_file import SafetensorsFile
 from midfill.models.config import tensor_shapes
 from midfill.models.families import config_from_huggingface, huggingface_names
 from midfill.models.tokens.gguf_tokenizer import build_tokenizer

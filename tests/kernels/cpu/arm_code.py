@@ -25,11 +25,13 @@ def main() -> None:
 
     multiply_bytes = quantized_product(1, WeightFormat.Q8_0)
     multiply_nibbles = quantized_product(1, WeightFormat.Q4_1)
+    multiply_codes = quantized_product(1, WeightFormat.MXFP4)
 
     @kernel
     def both(x, x_at, stride, groups, panel, panel_at, ahead, tile, at):  # type: ignore[no-untyped-def]
         multiply_bytes(x, x_at, stride, groups, panel, panel_at, ahead, tile, at)
         multiply_nibbles(x, x_at, stride, groups, panel, panel_at, ahead, tile, at)
+        multiply_codes(x, x_at, stride, groups, panel, panel_at, ahead, tile, at)
 
     number, data = types.intp, [typeof(np.zeros(1, kind)) for kind in (np.uint8, np.float32)]
     both.compile((data[0], *[number] * 3, data[0], *[number] * 2, data[1], number))

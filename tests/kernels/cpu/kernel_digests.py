@@ -41,12 +41,15 @@ from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import even_tile_rows
-from midfill.kernels.cpu.weight_formats import WeightFormat
+from midfill.kernels.cpu.weight_formats import LAYOUTS, WeightFormat
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.stored_tensor import StoredTensor
 
 INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvtph2ps")
 """Instructions and registers looked for in machine code."""
+
+FORMATS = (*LAYOUTS, WeightFormat.F32)
+"""Those that ``linear`` knows."""
 
 multiply = kernel(linear.linear.py_func)
 """``linear`` without its cache on disk, which holds no assembly."""
@@ -190,7 +193,7 @@ def products(weight_format: WeightFormat) -> list[np.ndarray]:
 
 def embeddings() -> list[np.ndarray]:
     results = []
-    for weight_format in WeightFormat:
+    for weight_format in FORMATS:
         weights = linear_weights(packed(weight_format), np.zeros(0, np.float32))
         for token in (0, 20, 39):
             results.append(np.zeros(WIDTH, np.float32))
@@ -271,7 +274,7 @@ def main() -> None:
         "attention in bfloat16": digest(attended(KVCacheDtype.BF16)),
         "attention in four bits": digest(attended(KVCacheDtype.I4)),
     }
-    for weight_format in WeightFormat:
+    for weight_format in FORMATS:
         results[f"products {weight_format.name}"] = digest(products(weight_format))
     print(json.dumps({"digests": results, "instructions": instructions()}))
 

@@ -339,6 +339,7 @@ class TestPreTokenizers:
             ),
             (["llama-bpe", "llama3"], "if| x|12| !=| | '|don|'t|':\n\n|\treturn| |123|4"),
             (["seed-coder"], "if| x|1|2| !=| | '|don|'t|':|\n\n|\treturn| |1|2|3|4"),
+            (["gpt-4o"], "if| x|12| !=| | '|don't|':\n\n|\treturn| |123|4"),
             (["tekken"], "if| x|1|2| !=| | '|don|'t|':\n\n|\treturn| |1|2|3|4"),
             (
                 ["deepseek-coder"],

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -112,3 +112,16 @@ def test_without_temperature_and_scale_it_is_one_softmax(
     near = logits(runner, (260, 1.0001, 1.0), [ROWS])
     np.testing.assert_allclose(near, dense, atol=max(10 * tolerance, 0.02), rtol=0.0)
     assert not np.allclose(logits(runner, TEMPERED, [ROWS]), dense, atol=0.3)
+
+
+def test_sinks_join_the_softmax_over_all_parts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("sinks") / "gpt-oss"
+    everywhere = ["full_attention"] * 3
+    checkpoint = open_checkpoint(write_tiny("gpt-oss", folder, layer_types=everywhere))
+    assert checkpoint.config.sinks
+    runner = CpuRunner.load(checkpoint, slots=500, threads=2, weights="f32")
+    expected = logits(torch_runner(checkpoint, slots=500), TEMPERED, [ROWS])
+    np.testing.assert_allclose(logits(runner, TEMPERED, [ROWS]), expected, atol=1e-3, rtol=0.0)
+    whole = logits(runner, (260, 1.0, 1.0), [ROWS])
+    np.testing.assert_allclose(whole, logits(runner, None, [ROWS]), atol=1e-4, rtol=0.0)
+    runner.close()

@@ -55,8 +55,11 @@ def problem(requests: list[tuple[int, int]], seed: int = 0, *, gathered: bool = 
     )
 
 
-def naive(case: Problem, window: Window) -> torch.Tensor:
-    """One softmax for every row and head, over the slots that ForwardBatch says it sees."""
+def naive(case: Problem, window: Window, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """One softmax for every row and head, over the slots that ForwardBatch says it sees.
+
+    A sink is one more score.
+    """
     batch, outputs = case.batch, torch.zeros_like(case.queries)
     for request in range(batch.requests):
         first, end = batch.query_indptr[request : request + 2]
@@ -67,17 +70,25 @@ def naive(case: Problem, window: Window) -> torch.Tensor:
             seen = torch.from_numpy(seen if window is None else seen[-window:]).long()
             for head in range(KV_HEADS * GROUP):
                 scores = case.keys[seen, head // GROUP] @ case.queries[row, head] * SCALE
-                outputs[row, head] = scores.softmax(0) @ case.values[seen, head // GROUP]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                weights = scores.softmax(0)[: len(seen)]
+                outputs[row, head] = weights @ case.values[seen, head // GROUP]
     return outputs
 
 
 def dense(
-    case: Problem, window: Window, device: str, prepared: set[Window] | None = None
+    case: Problem,
+    window: Window,
+    device: str,
+    prepared: set[Window] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `attend` computes on `device`, on the CPU; prepared: windows of the metadata."""
     metadata = prepare_metadata(case.batch, prepared or {window}, torch.device(device))
     tensors = [tensor.to(device) for tensor in (case.queries, case.keys, case.values)]
-    return attend(*tensors, metadata, window, SCALE).cpu()
+    own = None if sinks is None else sinks.to(device)
+    return attend(*tensors, metadata, window, SCALE, own).cpu()
 
 
 def request_shapes() -> st.SearchStrategy[tuple[int, int]]:
@@ -108,6 +119,17 @@ def test_one_preparation_serves_layers_with_and_without_a_window(device: str) ->
     for window in (None, 4):
         actual = dense(case, window, device, prepared={None, 4})
         torch.testing.assert_close(actual, naive(case, window), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_sink_is_one_more_score_of_its_head(device: str, window: Window, gathered: bool) -> None:
+    sinks = torch.tensor([-1.0, 0.0, 4.0, 1.0, 2.0, -50.0])
+    case = problem([(1, 30), (7, 7), (7, 20), (1, 9), (1, 1)], gathered=gathered)
+    actual = dense(case, window, device, sinks=sinks)
+    torch.testing.assert_close(actual, naive(case, window, sinks), rtol=0, atol=1e-5)
+    assert not torch.allclose(actual, naive(case, window), atol=0.1)
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -61,8 +61,9 @@ def transformers_config(config: ModelConfig) -> Any:
     """
     from transformers import AutoConfig
 
-    offset = FAMILIES[config.family].norm_offset  # which their weights lack in transformers
-    if offset or config.experts is not None or config.latent is not None:
+    family = FAMILIES[config.family]
+    is_stored_otherwise = family.norm_offset or family.fused_projections
+    if is_stored_otherwise or config.experts is not None or config.latent is not None:
         raise MidfillError(f"models of the family {config.family} can't be trained here yet")
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,

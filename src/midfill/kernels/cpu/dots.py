@@ -30,6 +30,7 @@ from midfill.kernels.cpu.panel_blocks import (
     fetch_ahead,
     load_as,
     load_factor,
+    look_up,
     weights_of_fours,
 )
 from midfill.kernels.cpu.simd import (
@@ -50,7 +51,13 @@ from midfill.kernels.cpu.simd import (
     opaque,
     store_unaligned,
 )
-from midfill.kernels.cpu.weight_formats import GROUP, LAYOUTS, PANEL, BlockLayout, WeightFormat
+from midfill.kernels.cpu.weight_formats import (
+    GROUP,
+    PANEL,
+    BlockLayout,
+    WeightFormat,
+    layout_of,
+)
 
 WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
@@ -186,7 +193,7 @@ class _QuantProducts:
         self._context, self._builder, self._layout, self._rows = context, builder, layout, rows
         # 8 bits: the quant minus 128, their zero, which is the quant with its highest bit flipped.
         self._takes_signed = layout.bits == 8 and has_dot_products(context)
-        self._summed_pairs = pairs_in_int16(context, layout.bits)
+        self._summed_pairs = pairs_in_int16(context, layout.quant_bits)
         self._pairs: dict[tuple[int, int], Any] = {}
         # With 16 registers, the sums of four rows fit for half of a panel at a time.
         has_few = self._summed_pairs > 0 and rows > 2 and not has_feature(context, "avx512bw")
@@ -265,6 +272,8 @@ class _QuantProducts:
         """Add the products of some fours of inputs and some columns to their sums."""
         context, builder, layout = self._context, self._builder, self._layout
         weights = weights_of_fours(builder, layout, quants, first, fours)
+        if layout.lookup:
+            weights = [look_up(context, builder, layout.lookup, each) for each in weights]
         if self._takes_signed:
             weights = [builder.xor(each, integers(0x80808080)) for each in weights]
         x_at = builder.mul(first, integer(4))
@@ -326,7 +335,7 @@ class _QuantProducts:
 
 def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
     """Generate the product of ``rows`` rows with panels of one format."""
-    layout = LAYOUTS[weight_format]
+    layout = layout_of(weight_format)
 
     @generated(types.void, OWN, INDEX, INDEX, INDEX, OWN, INDEX, INDEX, OWN, INDEX)
     def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:

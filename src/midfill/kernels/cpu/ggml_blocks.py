@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midfill.kernels.cpu.weight_formats import GROUP
-from midfill.stored_tensor import StoredTensor
+from midfill.kernels.cpu.weight_formats import EXPERT_LAYOUTS, GROUP, WeightFormat
+from midfill.stored_tensor import StoredTensor, mxfp4_blocks
 
 Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.float16]
@@ -25,14 +25,14 @@ class Quants:
 
     Attributes:
         quants: uint8 [n, k / 32, 32].
-        scales: [n, blocks].
+        scales: [n, blocks]; of MXFP4 uint8, exponents.
         minima: [n, blocks]; None without minima.
         integer_scales: [n, k / 32, 1 or 2]; None where a block has one group.
         integer_minima: [n, k / 32]; None without.
     """
 
     quants: Bytes
-    scales: Halves
+    scales: Halves | Bytes
     minima: Halves | None = None
     integer_scales: Integers | None = None
     integer_minima: Integers | None = None
@@ -46,7 +46,8 @@ def split_blocks(tensor: StoredTensor) -> Quants:
     """
     split, size = _SPLITS[tensor.kind]
     rows = tensor.shape[0]
-    data = np.ascontiguousarray(tensor.data).view(np.uint8)
+    stored = tensor.data if tensor.exponents is None else mxfp4_blocks(tensor)
+    data = np.ascontiguousarray(stored).view(np.uint8)
     parts = split(data.reshape(rows, -1, size))
     stated = [each for each in (parts.scales, parts.minima) if each is not None]
     if not all(np.isfinite(each).all() for each in stated):
@@ -159,6 +160,31 @@ def _q3_k(blocks: Bytes) -> Quants:
     return Quants(_grouped(quants), _halves(blocks, 108), None, integer_scales, None)
 
 
+def _mxfp4(blocks: Bytes) -> Quants:
+    exponents = blocks[..., 0]
+    if (exponents == _NAN_EXPONENT).any():
+        raise ValueError("a block's scale is infinite or NaN")
+    return Quants(_nibbles(blocks[..., 1:]), exponents)
+
+
+def mxfp4_in_eight_bits(tensor: StoredTensor) -> Quants | None:
+    """Return MXFP4's numbers exactly, as quants of Q8_0: 128 plus twice each.
+
+    None where a scale is none of float16.
+    """
+    parts = split_blocks(tensor)
+    scales = np.ldexp(np.float32(1.0), parts.scales.astype(np.int32) - 128)
+    scales[~(parts.quants & 7).any(axis=-1)] = 0  # blocks of zeros have any scale
+    halves = scales.astype(np.float16)
+    if not np.array_equal(halves.astype(np.float32), scales):
+        return None
+    numbers = np.array(EXPERT_LAYOUTS[WeightFormat.MXFP4].lookup, np.uint8)
+    zero = EXPERT_LAYOUTS[WeightFormat.MXFP4].zero
+    return Quants(numbers[parts.quants] + np.uint8(128 - zero), halves)
+
+
+_NAN_EXPONENT = 255
+
 _SPLITS: dict[str, tuple[Callable[[Bytes], Quants], int]] = {
     "q3_k": (_q3_k, 110),
     "q4_0": (_q4_0, 18),
@@ -169,5 +195,6 @@ _SPLITS: dict[str, tuple[Callable[[Bytes], Quants], int]] = {
     "q5_k": (_q5_k, 176),
     "q6_k": (_q6_k, 210),
     "q8_0": (_q8_0, 34),
+    "mxfp4": (_mxfp4, 17),
 }
 """How each kind's blocks are split, and their bytes."""

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midfill.kernels.cpu.ggml_blocks import Quants, split_blocks
+from midfill.kernels.cpu.ggml_blocks import Quants, mxfp4_in_eight_bits, split_blocks
 from midfill.kernels.cpu.weight_formats import (
     GROUP,
-    LAYOUTS,
     PANEL,
     BlockLayout,
     WeightFormat,
+    layout_of,
     panel_bytes,
     panel_count,
 )
@@ -52,10 +52,12 @@ class PackedMatrix:
 def natural_format(kind: str) -> WeightFormat:
     """Return the format that holds a stored kind exactly; Q8_0 for kinds that none does.
 
-    Rounded to eight bits, kinds of two to four lose next to nothing.
+    Rounded to eight bits, kinds of two to four lose next to nothing, and MXFP4 nothing.
     """
     if kind in _FLOATS:
         return WeightFormat.F32
+    if kind == "mxfp4":  # whose own format is for experts alone
+        return WeightFormat.Q8_0
     return WeightFormat.__members__.get(kind.upper(), WeightFormat.Q8_0)
 
 
@@ -126,20 +128,24 @@ def _chunks(tensor: StoredTensor) -> Iterator[StoredTensor]:
     """Yield a matrix in runs of whole panels."""
     rows, inputs = tensor.shape
     step = max(PANEL, _CHUNK_WEIGHTS // inputs // PANEL * PANEL)
-    data = tensor.data.reshape(rows, -1)
+    data, exponents = tensor.data.reshape(rows, -1), tensor.exponents
     for start in range(0, rows, step):
         part = data[start : start + step]
-        yield replace(tensor, shape=(len(part), inputs), data=part)
+        own = None if exponents is None else exponents[start : start + step]
+        yield replace(tensor, shape=(len(part), inputs), data=part, exponents=own)
 
 
 def _pack_rows(tensor: StoredTensor, weight_format: WeightFormat) -> Bytes:
     if weight_format is WeightFormat.F32:
         return _pack_floats(tensor.to_float32())
+    quants = None
     if tensor.kind.upper() == weight_format.name:
         quants = split_blocks(tensor)
-    else:
+    elif tensor.kind == "mxfp4" and weight_format is WeightFormat.Q8_0:
+        quants = mxfp4_in_eight_bits(tensor)
+    if quants is None:
         quants = _quantise(tensor.to_float32(), weight_format)
-    return _pack_quants(quants, LAYOUTS[weight_format])
+    return _pack_quants(quants, layout_of(weight_format))
 
 
 def _quantise(weights: npt.NDArray[np.float32], weight_format: WeightFormat) -> Quants:
@@ -181,7 +187,7 @@ def _pack_quants(parts: Quants, layout: BlockLayout) -> Bytes:
     quants = _panels(parts.quants)
     panels, _, groups, _ = quants.shape
     blocks = np.empty((panels, groups // layout.groups, layout.block_bytes), np.uint8)
-    header = blocks[..., : layout.header_bytes].view(np.float16)
+    header = blocks[..., : layout.header_bytes].view(parts.scales.dtype)
     header[..., :PANEL] = _panels(parts.scales).swapaxes(1, 2)
     if parts.minima is not None:
         header[..., PANEL:] = _panels(parts.minima).swapaxes(1, 2)

@@ -3,18 +3,22 @@
 weight_formats.py says where they lie. Generators of products share these functions.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 
 from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.memory import LINE
+from midfill.kernels.cpu.neon import has_dot_products
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I8,
     I32,
     I32_VECTOR,
     LANES,
+    constant,
+    has_feature,
     integer,
     integers,
     llvm_call,
@@ -139,6 +143,8 @@ def load_factor(
         whole: number of the group's 32 int8 that are used, where it has any.
         v: which 16 outputs.
     """
+    if layout.has_exponents:
+        return _load_powers(builder, block, v)
     at = integer((half * PANEL + v * LANES) * 2)
     factor = load_halves(context, builder, builder.gep(block, [at]))
     if not layout.scales:
@@ -147,3 +153,56 @@ def load_factor(
     integers_of_group = load_as(builder, group, at, ir.VectorType(I8, LANES))
     widened = builder.sext(integers_of_group, I32_VECTOR)
     return builder.fmul(factor, builder.sitofp(widened, F32_VECTOR))
+
+
+def _load_powers(builder: ir.IRBuilder, block: Any, v: int) -> Any:
+    """Return 16 scales 2 ** (e - 128), 0 where e is 0.
+
+    A float32 with the exponent bits e is 2 ** (e - 127), and half of it exact.
+    """
+    exponents = load_as(builder, block, integer(v * LANES), ir.VectorType(I8, LANES))
+    bits = builder.shl(builder.zext(exponents, I32_VECTOR), integers(23))
+    return builder.fmul(builder.bitcast(bits, F32_VECTOR), constant(0.5))
+
+
+def look_up(context: Any, builder: ir.IRBuilder, table: Sequence[int], codes: Any) -> Any:
+    """Return the entries of a table of 16 bytes that each byte of a vector is the number of."""
+    kind = ir.VectorType(I8, LINE)
+    numbers = builder.bitcast(codes, kind)
+    for feature, lanes, name in _TABLE_LOOKUPS:
+        if has_feature(context, feature):
+            return builder.bitcast(_shuffled(builder, name, table, numbers, lanes), codes.type)
+    if has_dot_products(context):
+        name = "llvm.aarch64.neon.tbl1.v16i8"
+        return builder.bitcast(_shuffled(builder, name, table, numbers, len(table)), codes.type)
+    found = ir.Constant(kind, [table[0]] * LINE)
+    for number, entry in enumerate(table):
+        is_number = builder.icmp_signed("==", numbers, ir.Constant(kind, [number] * LINE))
+        found = builder.select(is_number, ir.Constant(kind, [entry] * LINE), found)
+    return builder.bitcast(found, codes.type)
+
+
+_TABLE_LOOKUPS = (
+    ("avx512bw", 64, "llvm.x86.avx512.pshuf.b.512"),
+    ("avx2", 32, "llvm.x86.avx2.pshuf.b"),
+)
+"""Feature of the chip, bytes, and the operation that looks each of them up in its 16 bytes."""
+
+
+def _shuffled(
+    builder: ir.IRBuilder, name: str, table: Sequence[int], numbers: Any, lanes: int
+) -> Any:
+    """Look bytes up by an operation on so many of them at a time."""
+    part = ir.VectorType(I8, lanes)
+    entries = ir.Constant(part, list(table) * (lanes // len(table)))
+    parts = []
+    for first in range(0, LINE, lanes):
+        order = ir.Constant(ir.VectorType(I32, lanes), list(range(first, first + lanes)))
+        some = builder.shuffle_vector(numbers, numbers, order)
+        parts.append(llvm_call(builder, name, [entries, some], part))
+    while len(parts) > 1:
+        size = 2 * parts[0].type.count
+        order = ir.Constant(ir.VectorType(I32, size), list(range(size)))
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [builder.shuffle_vector(low, high, order) for low, high in pairs]
+    return parts[0]

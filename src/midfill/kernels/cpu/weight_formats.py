@@ -20,6 +20,9 @@ A weight is (quant - zero) * scale + minimum; where blocks are of 256, the block
 integer scale, and the block's minimum times the integer minimum. Products with integers of so few
 bits are exact in float32, so the weight is rounded once.
 
+MXFP4 has in the place of float16 scales 32 bytes: exponents e, of scales 2 ** (e - 128). Its 4 bits
+are looked up in a table of quants. Only experts have it (experts/mxfp4.py).
+
 These are the numbers that GGML's blocks of the same names hold, so a GGUF file is repacked without
 loss, and with little or no growth. F32 blocks are 32 float32 per input.
 """
@@ -33,7 +36,7 @@ _HEADER_BYTES = 2 * PANEL
 
 
 class WeightFormat(IntEnum):
-    """How a panel stores its weights, in order of precision; named as GGML's types."""
+    """How a panel stores its weights, named as GGML's types; but for MXFP4, by precision."""
 
     Q3_K = 0
     Q4_0 = 1
@@ -45,6 +48,7 @@ class WeightFormat(IntEnum):
     Q6_K = 7
     Q8_0 = 8
     F32 = 9
+    MXFP4 = 10
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ class BlockLayout:
         groups: groups of 32 inputs per block: 1, or 8.
         scales: integer scales per group; 0 where a block has one group.
         has_minima: whether weights have a minimum.
-        zero: the quant of weight 0, where they don't.
+        zero: the quant of weight 0, where they don't; a power of 2.
+        lookup: the quant that each number in the planes stands for; empty where it is that number.
+        has_exponents: whether scales are exponents of 8 bits.
     """
 
     planes: tuple[int, ...]
@@ -64,15 +70,24 @@ class BlockLayout:
     scales: int = 0
     has_minima: bool = False
     zero: int = 0
+    lookup: tuple[int, ...] = ()
+    has_exponents: bool = False
 
     @property
     def bits(self) -> int:
-        """Bits per quant."""
+        """Bits per weight in the planes."""
         return sum(self.planes)
+
+    @property
+    def quant_bits(self) -> int:
+        """Bits of the largest quant."""
+        return max(self.lookup).bit_length() if self.lookup else self.bits
 
     @property
     def header_bytes(self) -> int:
         """Bytes of a block before its first group."""
+        if self.has_exponents:
+            return PANEL
         return _HEADER_BYTES * (2 if self.has_minima else 1)
 
     @property
@@ -107,19 +122,41 @@ LAYOUTS = {
     WeightFormat.Q6_K: BlockLayout((4, 2), groups=8, scales=2, zero=32),
     WeightFormat.Q8_0: BlockLayout((8,), zero=128),
 }
-"""Layouts of all formats but F32."""
+"""Layouts of the formats that any matrix can have, but for F32."""
+
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the numbers of one sign that two bits of exponent and one of fraction stand for."""
+_E2M1_ZERO = 16
+
+EXPERT_LAYOUTS = {
+    WeightFormat.MXFP4: BlockLayout(
+        (4,),
+        zero=_E2M1_ZERO,
+        lookup=tuple(_E2M1_ZERO + sign * value for sign in (1, -1) for value in _E2M1),
+        has_exponents=True,
+    )
+}
+"""Layouts of formats that only experts have: Open Compute Project, "OCP Microscaling Formats (MX)
+Specification", version 1.0, 2023, section 5.3.3."""
+
+
+def layout_of(weight_format: WeightFormat) -> BlockLayout:
+    """Return the layout of a format other than F32."""
+    if weight_format in LAYOUTS:
+        return LAYOUTS[weight_format]
+    return EXPERT_LAYOUTS[weight_format]
 
 
 def block_inputs(weight_format: WeightFormat) -> int:
     """Return the inputs of a block: 32 or 256."""
-    return GROUP * (1 if weight_format is WeightFormat.F32 else LAYOUTS[weight_format].groups)
+    return GROUP * (1 if weight_format is WeightFormat.F32 else layout_of(weight_format).groups)
 
 
 def block_bytes(weight_format: WeightFormat) -> int:
     """Return the bytes of a block of 32 outputs."""
     if weight_format is WeightFormat.F32:
         return GROUP * PANEL * 4
-    return LAYOUTS[weight_format].block_bytes
+    return layout_of(weight_format).block_bytes
 
 
 def panel_bytes(weight_format: WeightFormat, inputs: int) -> int:

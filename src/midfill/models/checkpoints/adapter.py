@@ -18,7 +18,6 @@ from typing import cast, get_args
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.huggingface import SafetensorsFile
 from midfill.models.checkpoints.lora_update import (
     DEFAULT_ROUNDING,
     LoraUpdate,
@@ -26,6 +25,7 @@ from midfill.models.checkpoints.lora_update import (
     Rounding,
 )
 from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT, read_needs
+from midfill.models.checkpoints.safetensors_file import SafetensorsFile
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.models.families import huggingface_names
 from midfill.models.tokens.huggingface_tokenizer import read_json

@@ -5,12 +5,12 @@ Canonical names (weights are [out_features, in_features], rotary halves in NEOX 
     embed.weight  final_norm.weight  final_norm.bias  lm_head.weight (absent when tied)
     layers.{i}.attn_norm.weight|bias    layers.{i}.mlp_norm.weight|bias
     layers.{i}.{attn_post_norm,mlp_post_norm}.weight (of what is added to the hidden rows)
-    layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight
+    layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight    layers.{i}.attn.sinks
     layers.{i}.{gate,up,down}.weight|bias   (no gate when the MLP is not gated)
 
 and in the place of the last line, where a layer has a mixture of experts:
 
-    layers.{i}.router.weight                layers.{i}.experts.{e}.{gate,up,down}.weight
+    layers.{i}.router.weight|bias           layers.{i}.experts.{e}.{gate,up,down}.weight|bias
     layers.{i}.shared_router.weight         layers.{i}.shared.{gate,up,down}.weight
 """
 
@@ -167,6 +167,8 @@ def digest_tensors(tensors: Iterable[StoredTensor]) -> str:
     digest = hashlib.sha256()
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         digest.update(f"{tensor.name} {tensor.kind} {list(tensor.shape)}\n".encode())
+        if tensor.exponents is not None:
+            digest.update(tensor.exponents[:1].tobytes())
         data = tensor.data.reshape(-1).view(np.uint8)
         last = len(data) - _TENSOR_SAMPLE_BYTES
         if len(data) <= _TENSOR_SAMPLES * _TENSOR_SAMPLE_BYTES:

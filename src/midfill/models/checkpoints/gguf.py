@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.checkpoint import MappedFile, check_tensors, digest_tensors
+from midfill.models.checkpoints.fused_projections import fused_rows, in_key_order
 from midfill.models.checkpoints.ggml_types import (
     GGML_TYPES,
     GGUF_ARRAY,
@@ -30,6 +31,7 @@ from midfill.models.checkpoints.ggml_types import (
 )
 from midfill.models.config import ModelConfig
 from midfill.models.families import FAMILIES, config_from_gguf
+from midfill.models.gguf_config import rope_factors_of
 from midfill.models.tokens.gguf_tokenizer import build_tokenizer
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
@@ -65,6 +67,7 @@ _LAYER_NAMES = {
     "attn_v_b": "v_b",
     "attn_q_norm": "q_norm",
     "attn_k_norm": "k_norm",
+    "attn_sinks": "attn",
     "post_attention_norm": "attn_post_norm",
     "ffn_norm": "mlp_norm",
     "post_ffw_norm": "mlp_post_norm",
@@ -82,13 +85,17 @@ _STACKED_NAMES = {f"ffn_{part}_exps": part for part in ("gate", "up", "down")}
 """Matrices of all experts of a layer, one after the other: [experts, out, in]."""
 _HEADS = ("k_b.weight", "v_b.weight")
 """Matrices of all heads of a layer: [heads, out, in]. They are returned one below the other."""
-_LEAVES = {"exp_probs_b": "e_score_correction_bias"}
-"""What is called "bias" and isn't one of a product."""
+_LEAVES = {"exp_probs_b": "e_score_correction_bias", "attn_sinks": "sinks"}
+"""What is called "bias" or "weight" and is none of a product."""
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|bias)")
-_STACKED = re.compile(rf"blk\.(?P<layer>\d+)\.(?P<module>{'|'.join(_STACKED_NAMES)})\.weight")
-_ROPE_FACTORS = "rope_freqs.weight"
-_IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
+_STACKED = re.compile(
+    rf"blk\.(?P<layer>\d+)\.(?P<module>{'|'.join(_STACKED_NAMES)})\.(?P<leaf>weight|bias)"
+)
+_STACKED_DIMENSIONS = {"weight": 3, "bias": 2}
+_IGNORED = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?"
+)
 _MAX_METADATA_LIST = 1024
 
 
@@ -100,11 +107,13 @@ class _Place:
         stored: name in the file.
         shape: of the tensor.
         expert: its number among those that are stored as one; None where it is stored alone.
+        rows: the first of a tensor's rows and the one after the last; None where all are.
     """
 
     stored: str
     shape: tuple[int, ...]
     expert: int | None = None
+    rows: tuple[int, int] | None = None
 
 
 class GgufCheckpoint:
@@ -131,6 +140,9 @@ class GgufCheckpoint:
         self._places = self._canonical_names()
         shapes = {name: place.shape for name, place in self._places.items()}
         self.config: ModelConfig = self._read_config(shapes)
+        if FAMILIES[self.config.family].fused_projections:
+            self._split_fused()
+            shapes = {name: place.shape for name, place in self._places.items()}
         self._check_experts()
         stored_names = {name: place.stored for name, place in self._places.items()}
         check_tensors(self.config, shapes, stored_names, path)
@@ -193,9 +205,13 @@ class GgufCheckpoint:
         entry, data = self._file.tensors[place.stored], self._file.data(place.stored)
         if place.expert is not None:
             experts = entry.shape[0]
-            data = data.reshape(experts, -1, data.shape[-1])[place.expert]
+            data = data.reshape(experts, *place.shape[:-1], -1)[place.expert]
+        elif place.rows is not None:
+            data = data[slice(*place.rows)]
         elif place.shape != entry.shape:
             data = data.reshape(*place.shape[:-1], -1)
+        if self.config.rotated is not None and self.config.heads_of(name):
+            data = in_key_order(data, self.config.heads_of(name), self.config.rotated)
         if FAMILIES[self.config.family].gguf_interleaved_rotary:
             module = name.split(".")[-2]
             heads = {"q": self.config.query_heads, "k": self.config.kv_heads}
@@ -211,27 +227,55 @@ class GgufCheckpoint:
 
     def _read_config(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
         factors: npt.NDArray[np.generic] = np.empty(0, np.float32)
-        if _ROPE_FACTORS in self._file.tensors:
-            if self._file.tensors[_ROPE_FACTORS].type.kind != "f32":
-                raise CheckpointError(f"{self.path}: tensor {_ROPE_FACTORS!r} must be F32")
-            factors = self._file.data(_ROPE_FACTORS).reshape(-1)
+        stored = rope_factors_of(self._file.metadata)
+        if stored in self._file.tensors:
+            if self._file.tensors[stored].type.kind != "f32":
+                raise CheckpointError(f"{self.path}: tensor {stored!r} must be F32")
+            factors = self._file.data(stored).reshape(-1)
         try:
             return config_from_gguf(self._file.metadata, shapes, factors.tolist())
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
+    def _split_fused(self) -> None:
+        """Give q, k, v, gate and up places of their own, where a file has several as one.
+
+        Raises:
+            CheckpointError: one has another number of rows than they have together.
+        """
+        places: dict[str, _Place] = {}
+        for name, place in self._places.items():
+            prefix, module, leaf = ["", *name.rsplit(".", 2)][-3:]
+            parts = fused_rows(self.config).get(module)
+            if parts is None:
+                places[name] = place
+                continue
+            if place.shape[0] != sum(parts.values()):
+                raise CheckpointError(
+                    f"{self.path}: tensor {place.stored!r} has {place.shape[0]} rows, the model's "
+                    f"configuration asks for {sum(parts.values())}"
+                )
+            first = 0
+            for part, count in parts.items():
+                shape, rows = (count, *place.shape[1:]), (first, first + count)
+                places[f"{prefix}.{part}.{leaf}"] = replace(place, shape=shape, rows=rows)
+                first += count
+        self._places = places
+
     def _canonical_names(self) -> "dict[str, _Place]":
         """Return canonical name -> where the file has it."""
         places: dict[str, _Place] = {}
+        family = FAMILIES.get(str(self._file.metadata.get("general.architecture")))
+        own_names = {} if family is None else family.gguf_modules
         for stored, entry in self._file.tensors.items():
             stacked = _STACKED.fullmatch(stored)
-            name = _canonical_name(stored)
-            if stacked is not None and len(entry.shape) == 3:
+            name = _canonical_name(stored, own_names)
+            if stacked is not None and len(entry.shape) == _STACKED_DIMENSIONS[stacked["leaf"]]:
                 experts = f"layers.{int(stacked['layer'])}.experts"
                 part = _STACKED_NAMES[stacked["module"]]
                 for expert in range(entry.shape[0]):
                     place = _Place(stored, entry.shape[1:], expert)
-                    places[f"{experts}.{expert}.{part}.weight"] = place
+                    places[f"{experts}.{expert}.{part}.{stacked['leaf']}"] = place
             elif name is not None:
                 # One row, which files have as a vector.
                 is_row = name.endswith("shared_router.weight") and len(entry.shape) == 1
@@ -264,13 +308,19 @@ class GgufCheckpoint:
             )
 
 
-def _canonical_name(stored: str) -> str | None:
-    """Return the canonical name for a GGUF one, None for tensors that are no model weights."""
+def _canonical_name(stored: str, own_names: Mapping[str, str]) -> str | None:
+    """Return the canonical name for a GGUF one, None for tensors that are no model weights.
+
+    Args:
+        stored: the name in the file.
+        own_names: of layers' modules, see ``Family.gguf_modules``.
+    """
     parts = _NAME.fullmatch(stored)
     if parts is None:
         return None
     layer, module, leaf = parts["layer"], parts["module"], parts["leaf"]
-    known = (_OUTER_NAMES if layer is None else _LAYER_NAMES).get(module)
+    names = _OUTER_NAMES if layer is None else {**_LAYER_NAMES, **own_names}
+    known = names.get(module)
     if known is None:
         return None
     leaf = _LEAVES.get(module, leaf)

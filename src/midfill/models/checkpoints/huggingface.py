@@ -1,143 +1,26 @@
-"""Hugging Face folders: safetensors files, and a folder with config.json as a Checkpoint.
-
-The format of safetensors files (a length, a JSON header, then the data) is read here instead of
-with the library, so that tensors stay memory-mapped: the library's ``safe_open`` copies each one,
-and gives its place in the file to nobody. NumPy also has no bfloat16.
-"""
+"""Hugging Face folders: config.json and safetensors files as a Checkpoint."""
 
 import hashlib
-import json
-import math
-import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from midfill.errors import CheckpointError
-from midfill.models.checkpoints.checkpoint import (
-    MappedFile,
-    check_layers,
-    check_tensors,
-    digest_tensors,
-)
+from midfill.models.checkpoints.checkpoint import check_layers, check_tensors, digest_tensors
+from midfill.models.checkpoints.fused_projections import in_key_order, split_fused
+from midfill.models.checkpoints.interleaved_experts import ExpertEntry, split_interleaved
 from midfill.models.checkpoints.model_record import folder_metadata
+from midfill.models.checkpoints.safetensors_file import SafetensorsEntry, SafetensorsFile
 from midfill.models.config import ModelConfig
 from midfill.models.families import FAMILIES, config_from_huggingface, huggingface_names
 from midfill.models.tokens.huggingface_tokenizer import load_folder, read_json
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
-
-_DTYPES: dict[str, tuple[str, np.dtype[np.generic]]] = {
-    "F32": ("f32", np.dtype("<f4")),
-    "F16": ("f16", np.dtype("<f2")),
-    "BF16": ("bf16", np.dtype("<u2")),
-    "F8_E4M3": ("f8_e4m3", np.dtype("u1")),
-}
-
-
-@dataclass(frozen=True)
-class SafetensorsEntry:
-    """Description of a tensor and its place in the file.
-
-    Attributes:
-        file: the file that holds it.
-        kind: "f32", "f16", "bf16" or "f8_e4m3".
-        shape: its shape.
-        offset: first byte, counted from the file's start.
-        size: length in bytes.
-    """
-
-    file: Path
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-
-class SafetensorsFile(MappedFile):
-    """An opened safetensors file.
-
-    Attributes:
-        entries: name -> description; all of them are known to lie inside the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open and check a file.
-
-        Raises:
-            CheckpointError: it can't be read, is no safetensors file, or is truncated or broken.
-        """
-        super().__init__(path, _map_file(path))
-        self.header_bytes = 8 + int.from_bytes(self._map[:8], "little")
-        self.entries: Mapping[str, SafetensorsEntry] = self._read_header()
-
-    def data(self, name: str) -> npt.NDArray[np.generic]:
-        """Return a tensor's data in its shape, read-only and memory-mapped.
-
-        bfloat16 is returned as uint16 bit patterns, float8 as uint8 ones.
-        """
-        return self.data_of(self.entries[name])
-
-    def data_of(self, entry: SafetensorsEntry) -> npt.NDArray[np.generic]:
-        """Return what an entry of this file, or a part of one, describes; see ``data``."""
-        dtype = next(dtype for kind, dtype in _DTYPES.values() if kind == entry.kind)
-        flat: npt.NDArray[np.generic] = np.frombuffer(
-            self._map, dtype, math.prod(entry.shape), entry.offset
-        )
-        return flat.reshape(entry.shape)
-
-    def _read_header(self) -> dict[str, SafetensorsEntry]:
-        if len(self) < 8 or self.header_bytes > len(self):
-            raise CheckpointError(
-                f"{self.path}: the file ends inside its header: truncated or broken"
-            )
-        try:
-            header = json.loads(self._map[8 : self.header_bytes])
-            described = {name: value for name, value in header.items() if name != "__metadata__"}
-        except (ValueError, AttributeError, RecursionError):
-            raise CheckpointError(
-                f"{self.path}: not a safetensors file: its header is broken"
-            ) from None
-        return {name: self._entry(name, value) for name, value in described.items()}
-
-    def _entry(self, name: str, value: Any) -> SafetensorsEntry:
-        where = f"{self.path}: tensor {name!r}"
-        try:
-            dtype, shape, (begin, end) = (value[key] for key in ("dtype", "shape", "data_offsets"))
-            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-        except (TypeError, KeyError, ValueError):
-            whole = False
-        if not whole or not isinstance(dtype, str):
-            raise CheckpointError(f"{where} is described wrongly in the file's header")
-        if dtype not in _DTYPES:
-            raise CheckpointError(f"{where} has type {dtype}; midfill reads {', '.join(_DTYPES)}")
-        kind, numbers = _DTYPES[dtype]
-        size = math.prod(shape) * numbers.itemsize
-        if end - begin != size:
-            raise CheckpointError(
-                f"{where} of shape {shape} takes {size:,} bytes, not {end - begin:,}"
-            )
-        if self.header_bytes + end > len(self):
-            raise CheckpointError(
-                f"{where} ends at byte {self.header_bytes + end:,} but the file has only "
-                f"{len(self):,}: it is truncated; download it again"
-            )
-        return SafetensorsEntry(self.path, kind, tuple(shape), self.header_bytes + begin, size)
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: the file is empty
-        raise CheckpointError(f"{path}: can't be read: {error}") from None
-
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -190,7 +73,7 @@ class HuggingFaceCheckpoint:
         self.path = path
         self.config: ModelConfig = self._read_config()
         self._files: dict[Path, SafetensorsFile] = {}
-        stored = _split_experts(self._read_headers(self._shards()))
+        stored = self._split(self._read_headers(self._shards()))
         check_layers(self.config, len(stored), path)
         names = huggingface_names(self.config)
         canonical = {theirs: name for name, theirs in names.items()}
@@ -199,9 +82,10 @@ class HuggingFaceCheckpoint:
             if theirs in canonical:
                 self._names[canonical[theirs]] = theirs
             elif not self._is_spare(theirs):
+                file = entry.stacked.file if isinstance(entry, ExpertEntry) else entry.file
                 raise CheckpointError(
-                    f"{entry.file}: tensor {theirs!r} is no part of a {self.config.family} model "
-                    "as configured"
+                    f"{file}: tensor {theirs!r} is no part of a {self.config.family} model as "
+                    "configured"
                 )
         self._entries = stored
         shapes = {name: stored[theirs].shape for name, theirs in self._names.items()}
@@ -248,23 +132,57 @@ class HuggingFaceCheckpoint:
         return self._entry(name).shape
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return one tensor by canonical name, memory-mapped but for norms that are stored shifted.
+        """Return one tensor by canonical name, memory-mapped but for a few.
+
+        Norms that are stored shifted are copied, and queries and keys of which a part is rotated.
 
         Raises:
             CheckpointError: there is no such tensor.
         """
         entry = self._entry(name)
-        stored = StoredTensor(name, entry.shape, entry.kind, self._files[entry.file].data_of(entry))
+        if isinstance(entry, ExpertEntry):
+            return entry.tensor(name, self._data_of)
+        stored = StoredTensor(name, entry.shape, entry.kind, self._data_of(entry))
+        rotated, heads = self.config.rotated, self.config.heads_of(name)
+        if rotated is not None and heads:
+            return replace(stored, data=in_key_order(stored.data, heads, rotated))
         offset = FAMILIES[self.config.family].norm_offset
         if not offset or not name.endswith("norm.weight"):
             return stored
         return StoredTensor(name, entry.shape, "f32", stored.to_float32() + np.float32(offset))
 
-    def _entry(self, name: str) -> SafetensorsEntry:
+    def _entry(self, name: str) -> SafetensorsEntry | ExpertEntry:
         theirs = self._names.get(name)
         if theirs is None:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         return self._entries[theirs]
+
+    def _data_of(self, entry: SafetensorsEntry) -> npt.NDArray[np.generic]:
+        return self._files[entry.file].data_of(entry)
+
+    def _split(
+        self, entries: Mapping[str, SafetensorsEntry]
+    ) -> Mapping[str, SafetensorsEntry | ExpertEntry]:
+        """Give each expert entries of its own.
+
+        Raises:
+            CheckpointError: a tensor of bytes is none of an expert's.
+        """
+        family = FAMILIES[self.config.family]
+        split: dict[str, SafetensorsEntry | ExpertEntry]
+        if family.interleaved_experts:
+            split = split_interleaved(entries)
+        elif family.fused_projections:
+            split = {**split_fused(entries, self.config)}
+        else:
+            split = {**_split_experts(entries)}
+        for name, entry in split.items():
+            if entry.kind == "u8" and isinstance(entry, SafetensorsEntry):
+                raise CheckpointError(
+                    f"{entry.file}: tensor {name!r} has type U8, which midfill reads of experts "
+                    "only; use the unquantised model or a GGUF file"
+                )
+        return split
 
     def _read_config(self) -> ModelConfig:
         try:
@@ -309,8 +227,9 @@ class HuggingFaceCheckpoint:
     def _read_headers(self, shards: list[Path]) -> dict[str, SafetensorsEntry]:
         """Return name in the file -> its entry, over all shards."""
         entries: dict[str, SafetensorsEntry] = {}
+        with_bytes = FAMILIES[self.config.family].interleaved_experts
         for shard in shards:
-            self._files[shard] = SafetensorsFile(shard)
+            self._files[shard] = SafetensorsFile(shard, with_bytes=with_bytes)
             for name, entry in self._files[shard].entries.items():
                 if name in entries:
                     raise CheckpointError(

@@ -349,6 +349,16 @@ _SEED_CODER = PreTokenizer(
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     )
 )
+_O200K = PreTokenizer(
+    patterns=(
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    whole_words=True,
+)
 _TEKKEN = PreTokenizer(
     patterns=(
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
@@ -367,6 +377,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "deepseek-r1-qwen": _QWEN2,
     "deepseek-v3": _DEEPSEEK_V3,
     "gpt-2": _GPT2,
+    "gpt-4o": _O200K,
     "granite-docling": _GPT2,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,

@@ -89,15 +89,23 @@ def expert_memory(
 
 
 def expert_table(
-    config: ModelConfig, weights: ExpertWeights, memory: ExpertMemory, activation: int
+    config: ModelConfig, weights: ExpertWeights, memory: ExpertMemory, activation: int, linear: int
 ) -> Int64Array:
-    """Return the kernel's table."""
+    """Return the kernel's table.
+
+    Args:
+        config: of the model.
+        weights, memory: of its mixtures.
+        activation: of experts, see ``ExpertSizes``.
+        linear: address of the kernel for products with experts, see ``ExpertSizes``.
+    """
     experts = config.experts
     assert experts is not None
     sizes = ExpertSizes(
         experts.count, experts.per_token, int(experts.normalised), experts.ffn, experts.shared_ffn,
         activation, int(experts.shared_gated), int(experts.scoring == "sigmoid"),
         int(experts.corrected), experts.groups, experts.groups_per_token,
+        int(len(weights.down.bias) > 0), linear,
     )  # fmt: skip
     numbers = {layer: number for number, layer in enumerate(config.expert_layers)}
     return make_table(

@@ -4,7 +4,7 @@ The matrices of all experts of all layers lie one after the other, those of gate
 panel in turn, so that an expert's run of panels is one run of memory.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ Arrays = dict[str, Any]
 
 ROUTER = "router"
 _CORRECTION = "router_correction"
+_ROUTER_BIAS, _IN_BIAS, _OUT_BIAS = "router_bias", "experts_in_bias", "experts_out_bias"
 INTERLEAVED = ("experts_in", "shared_in")
 _PARTS = {
     "experts_in": ("experts.{expert}.gate", "experts.{expert}.up"),
@@ -48,6 +49,18 @@ def expert_sources(config: ModelConfig, names: Collection[str]) -> dict[str, lis
         if stacked[0][0] in names:
             sources[packed] = stacked
     return sources
+
+
+def is_mxfp4(sources: Mapping[str, list[list[str]]], kind: Callable[[str], str]) -> bool:
+    """Return whether all matrices of all experts are stored in MXFP4.
+
+    Args:
+        sources: from ``expert_sources``.
+        kind: returns the kind of a tensor by name.
+    """
+    stacks = [sources[name] for name in OFFLOADED if name in sources]
+    names = (name for stack in stacks for parts in stack for name in parts)
+    return len(stacks) > 0 and all(kind(name) == "mxfp4" for name in names)
 
 
 def router_tensors(
@@ -78,6 +91,55 @@ def router_corrections(
     return {_CORRECTION: np.concatenate(added)}
 
 
+def expert_biases(
+    config: ModelConfig, tensor: Callable[[str], StoredTensor]
+) -> dict[str, Float32Array]:
+    """Return the biases of routers and experts, by the name they are kept under.
+
+    Those of gate and up are in the order of their panels.
+    """
+    experts = config.experts
+    if experts is None or not has_biases(config, experts):
+        return {}
+
+    def vector(name: str, size: int) -> Float32Array:
+        stored = tensor(name).to_float32()
+        return np.concatenate((stored, np.zeros(size - len(stored), np.float32)))
+
+    rows = panel_count(experts.count + _gates_shared(experts)) * PANEL
+    layers = config.expert_layers
+    prefixes = [f"layers.{layer}.experts.{i}" for layer in layers for i in range(experts.count)]
+    halves = [
+        vector(f"{prefix}.{part}.bias", experts.ffn)
+        for prefix in prefixes
+        for part in ("gate", "up")
+    ]
+    in_turn = np.stack(halves).reshape(len(prefixes), 2, -1, PANEL).swapaxes(1, 2)
+    return {
+        _ROUTER_BIAS: np.concatenate(
+            [vector(f"layers.{layer}.router.bias", rows) for layer in layers]
+        ),
+        _IN_BIAS: np.ascontiguousarray(in_turn).reshape(-1),
+        _OUT_BIAS: np.concatenate(
+            [vector(f"{prefix}.down.bias", config.hidden) for prefix in prefixes]
+        ),
+    }
+
+
+def has_biases(config: ModelConfig, experts: Experts) -> bool:
+    """Return whether routers and experts have biases, which kernels want together."""
+    return experts.router_bias and config.mlp_bias
+
+
+def unsupported_experts(config: ModelConfig, experts: Experts) -> str | None:
+    """Return why the kernels can't run a mixture of experts, or None if they can."""
+    if experts.router_bias != config.mlp_bias:
+        return "a router with a bias and experts without, or the reverse"
+    if experts.shared_ffn and (config.mlp_bias or config.activation == "swiglu_oai"):
+        return "a shared expert with a bias or with clamped halves"
+    return None
+
+
 def _gates_shared(experts: Experts) -> bool:
     """Return whether the router has a row for the shared expert."""
     return experts.shared_ffn > 0 and experts.shared_gated
@@ -93,21 +155,22 @@ def assemble_experts(config: ModelConfig, arrays: Arrays) -> ExpertWeights | Non
     gate, up = _halves(arrays, "shared_in", experts.shared_ffn, hidden, layers)
     router_rows = panel_count(experts.count + _gates_shared(experts)) * PANEL
     return ExpertWeights(
-        router=_matrix(arrays, ROUTER, router_rows, hidden),
+        router=_matrix(arrays, ROUTER, router_rows, hidden, _ROUTER_BIAS),
         gate_up=_expert_halves(arrays, experts, hidden, layers),
-        down=_matrix(arrays, "experts_out", hidden, experts.ffn),
+        down=_matrix(arrays, "experts_out", hidden, experts.ffn, _OUT_BIAS),
         shared=GateUpWeights(gate, up, activation=0, gated=True),
         shared_down=_matrix(arrays, "shared_out", hidden, experts.shared_ffn),
         correction=arrays.get(_CORRECTION, np.zeros(0, np.float32)),
         weight_factor=np.array([experts.weight_factor], np.float32),
+        swiglu_limit=np.array([config.swiglu_limit], np.float32),
     )
 
 
-def _matrix(arrays: Arrays, name: str, outputs: int, inputs: int) -> LinearWeights:
+def _matrix(arrays: Arrays, name: str, outputs: int, inputs: int, bias: str = "") -> LinearWeights:
     return LinearWeights(
         packed=arrays.get(name, np.zeros(0, np.uint8)),
         panels=arrays.get(f"{name}.panels", np.zeros((0, 2), np.int64)),
-        bias=np.zeros(0, np.float32),
+        bias=arrays.get(bias, np.zeros(0, np.float32)),
         outputs=outputs,
         inputs=inputs,
     )
@@ -129,7 +192,7 @@ def _halves(
 
 def _expert_halves(arrays: Arrays, experts: Experts, hidden: int, layers: int) -> LinearWeights:
     """Return gate and up as one matrix, whose panels are in the order of memory."""
-    matrix = _matrix(arrays, "experts_in", 2 * experts.ffn, hidden)
+    matrix = _matrix(arrays, "experts_in", 2 * experts.ffn, hidden, _IN_BIAS)
     by_half = matrix.panels.reshape(layers * experts.count, 2, -1, 2)
     in_turn: Int64Array = np.ascontiguousarray(by_half.swapaxes(1, 2)).reshape(-1, 2)
     return matrix._replace(panels=in_turn)

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError, MidfillError
 from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
-from midfill.kernels.cpu.experts.table import ExpertWeights
+from midfill.kernels.cpu.experts.table import SWIGLU_OAI, ExpertWeights
 from midfill.kernels.cpu.latent.data import LatentWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
-from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
+from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
@@ -27,9 +27,12 @@ from midfill.runners.cpu.packed_experts import (
     OFFLOADED,
     ROUTER,
     assemble_experts,
+    expert_biases,
     expert_sources,
+    is_mxfp4,
     router_corrections,
     router_tensors,
+    unsupported_experts,
 )
 from midfill.runners.cpu.packed_latent import (
     ABSORB,
@@ -68,7 +71,7 @@ A model has some of them."""
 _INTERLEAVED = ("gate_up", *INTERLEAVED)
 """The kernel reads a panel of each in turn."""
 
-_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "swiglu_oai": SWIGLU_OAI}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class PackedModel:
         experts: the mixtures of experts, of layers that have one.
         latent: latent attention, of models that have it.
         experts_on_disk: whether the experts' matrices are read from a file, see ``load_packed``.
+        sinks: float32 [layers * query_heads], see kernels/cpu/sinks.py; None without.
     """
 
     config: DecoderConfig
@@ -88,6 +92,7 @@ class PackedModel:
     experts: ExpertWeights | None = None
     latent: LatentWeights | None = None
     experts_on_disk: bool = False
+    sinks: Float32Array | None = None
 
     @property
     def matrices(self) -> dict[str, LinearWeights]:
@@ -166,6 +171,10 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     """Return why the CPU kernels can't run this architecture, or None if they can."""
     if config.activation not in _ACTIVATIONS:
         return f"activation {config.activation}"
+    if config.activation == "swiglu_oai" and len(config.expert_layers) < config.layers:
+        return f"activation {config.activation} in a layer without experts"
+    if config.experts is not None and (reason := unsupported_experts(config, config.experts)):
+        return reason
     if config.latent is not None and (reason := unsupported_latent(config.latent)):
         return reason
     sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
@@ -200,15 +209,23 @@ def packed_size(checkpoint: "Checkpoint", option: WeightsOption = "auto") -> Pac
         checkpoint: the model.
         option: see ``load_packed``.
     """
+    sources = _matrix_sources(checkpoint)
+    in_mxfp4 = option != "f32" and is_mxfp4(sources, checkpoint.kind)
+
+    def weight_format(name: str, part: str) -> WeightFormat:
+        if in_mxfp4 and name in OFFLOADED:
+            return WeightFormat.MXFP4
+        return _format_for(checkpoint.kind(part), option)
+
     sizes = {
         name: sum(
             packed_bytes(
                 [checkpoint.shape(part) for part in layer],
-                [_format_for(checkpoint.kind(part), option) for part in layer],
+                [weight_format(name, part) for part in layer],
             )
             for layer in layers
         )
-        for name, layers in _matrix_sources(checkpoint).items()
+        for name, layers in sources.items()
     }
     latent = checkpoint.config.latent
     if latent is not None:  # what is multiplied head by head, in float32 at most
@@ -354,10 +371,14 @@ def _pack_all(
     config = checkpoint.config
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     sources = _matrix_sources(checkpoint)
+    in_mxfp4 = option != "f32" and is_mxfp4(sources, lambda name: checkpoint.tensor(name).kind)
     done, steps = 0, sum(map(len, sources.values()))
     for name, layers in sources.items():
         tensors = [[checkpoint.tensor(part) for part in layer] for layer in layers]
-        stacked = _Stacking(tensors, option, partial(allocate, name), name in _INTERLEAVED)
+        own = WeightFormat.MXFP4 if in_mxfp4 and name in OFFLOADED else None
+        stacked = _Stacking(
+            tensors, option, partial(allocate, name), name in _INTERLEAVED, weight_format=own
+        )
         try:
             for _ in stacked.pack():
                 done += 1
@@ -388,6 +409,7 @@ class _Stacking:
         option: see ``load_packed``.
         allocate: returns zeros of a size.
         interleaved: see ``packing.pack``.
+        weight_format: of all matrices; None is what the option means for each.
 
     Attributes:
         data: uint8, the layers' panels.
@@ -400,10 +422,17 @@ class _Stacking:
         option: WeightsOption,
         allocate: Callable[[int], Uint8Array],
         interleaved: bool = False,
+        weight_format: WeightFormat | None = None,
     ) -> None:
         self._layers = layers
         self._interleaved = interleaved
-        self._formats = [[_format_for(part.kind, option) for part in layer] for layer in layers]
+        self._formats = [
+            [
+                _format_for(part.kind, option) if weight_format is None else weight_format
+                for part in layer
+            ]
+            for layer in layers
+        ]
         shapes = [[part.shape for part in layer] for layer in layers]
         pairs = zip(shapes, self._formats, strict=True)
         self._sizes = [packed_bytes(shape, formats) for shape, formats in pairs]
@@ -492,6 +521,8 @@ def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray
         **post_norms,
         **latent_norms(config, checkpoint.tensor),
         **router_corrections(config, checkpoint.tensor),
+        **expert_biases(config, checkpoint.tensor),
+        **({"sinks": layers(("attn.sinks", config.query_heads))} if config.sinks else {}),
         "q_norm": layers(("q_norm.weight", config.head_dim)),
         "k_norm": layers(("k_norm.weight", config.head_dim)),
     }
@@ -530,7 +561,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         rope=RopeTables(
             cos=np.concatenate([cos.reshape(-1) for cos, _ in tables]),
             sin=np.concatenate([sin.reshape(-1) for _, sin in tables]),
-            half=config.rotary_dim // 2,
+            half=tables[0][0].shape[1],
             first=np.array(first, np.int32),
         ),
         windows=np.array(windows, np.int32),
@@ -540,6 +571,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         weights,
         assemble_experts(config, arrays),
         assemble_latent(config, arrays),
+        arrays["sinks"] if config.sinks else None,
     )
 
 

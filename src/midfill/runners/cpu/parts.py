@@ -39,6 +39,7 @@ from midfill.kernels.cpu.parts.tree_search import SEARCH_ROOM, search_keys
 from midfill.kernels.cpu.ragged_cells import HeadKeys, pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES
+from midfill.kernels.cpu.sinks import SinkHeads
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.kv.quantized import QuantizedBlocks
@@ -66,10 +67,19 @@ class PartAttention:
         pool: the threads.
         cache: the KV cache.
         stride: of the workspace's queries, see ``Queries``.
+        sinks: of all layers, for their type; None if the model has none.
     """
 
-    def __init__(self, config: ModelConfig, pool: ThreadPool, cache: KVCache, stride: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: ThreadPool,
+        cache: KVCache,
+        stride: int,
+        sinks: Float32Array | None,
+    ) -> None:
         self.config = config
+        self._sinks = sinks
         self._pool = pool
         self._cache = cache
         self._stride = stride
@@ -357,12 +367,13 @@ class PartAttention:
             lister.record(layer, pairs.reshape(-1, self.config.query_heads).sum(axis=0))
 
     @property
-    def _heads(self) -> AttentionHeads:
+    def _heads(self) -> AttentionHeads | SinkHeads:
         config = self.config
-        return AttentionHeads(
+        heads = AttentionHeads(
             config.query_heads, config.kv_heads, config.query_heads // config.kv_heads,
             config.head_dim, config.score_scale, 0,
         )  # fmt: skip
+        return heads if self._sinks is None else SinkHeads(*heads, self._sinks, 0)
 
     def _layer_kv(self, layer: int) -> LayerKV:
         config = self.config

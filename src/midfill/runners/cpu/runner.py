@@ -27,6 +27,7 @@ from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, allocate_kv, ent
 from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
+from midfill.kernels.cpu.sinks import SinkWeights
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.models.config import ModelConfig
@@ -325,7 +326,8 @@ class CpuRunner:
             from midfill.runners.cpu.parts import PartAttention
 
             stride = self.model.weights.qkv.outputs
-            self._parts = PartAttention(self.config, self._pool, self._kv_cache, stride)
+            sinks = self.model.sinks
+            self._parts = PartAttention(self.config, self._pool, self._kv_cache, stride, sinks)
         return self._parts
 
     def _execute(self, hidden: Float32Array, prepared: Batch, stages: Stages) -> None:
@@ -339,6 +341,9 @@ class CpuRunner:
         """Return what the forward pass takes after its configuration."""
         model, memory = self.model, self._memory
         rows = hidden.reshape(-1)
+        if model.sinks is not None:
+            own = SinkWeights(*model.weights, model.sinks)
+            return (own, self._kv_cache, prepared, rows, memory.workspace, stages)
         if model.latent is None or memory.latent is None:
             return (model.weights, self._kv_cache, prepared, rows, memory.workspace, stages)
         from midfill.kernels.cpu.latent.data import LatentDecoderWeights, LatentWorkspace
@@ -431,15 +436,21 @@ class CpuRunner:
             from midfill.kernels.cpu.latent.decoder import forward_latent
 
             function = forward_latent
+        elif self.model.sinks is not None:
+            from midfill.kernels.cpu.sink_attention.decoder import forward_with_sinks
+
+            function = forward_with_sinks
         products = [*self._products(), *self._mixtures()]
         whole = (0, 1, self._pool.sync, self._config, *arguments)
         compile_side_by_side([*products, *further], [(function, whole)])
         compiled = compiled_for(function, *whole)
         addresses = [kernel_address(function, *taken) for function, taken in products]
-        linear_at, gated_at, mix_at = [*addresses, 0][:3]
+        linear_at, gated_at, mix_at, expert_at = [*addresses, 0, 0][:4]
         self._config = self._config._replace(
             linear=linear_at, gated_linear=gated_at, mix_experts=mix_at
         )
+        if expert_at:
+            self._memory.use_expert_linear(expert_at)
         compiled(0, 1, self._pool.sync, self._config, *arguments)
         self._pool.run_on_standby(compiled, self._config, *arguments)
         return compiled
@@ -457,7 +468,10 @@ class CpuRunner:
         ]
 
     def _mixtures(self) -> list[EntryCall]:
-        """Return the kernel of mixtures of experts, if the model has any."""
+        """Return the kernel of mixtures of experts, if the model has any.
+
+        A second one is there for products with experts in a format that no other weights have.
+        """
         if self.model.experts is None:
             return []
         from midfill.kernels.cpu.experts.mixture import mix_experts
@@ -469,4 +483,11 @@ class CpuRunner:
             context, self._config, 0, 0, workspace.normed, 0, workspace.qkv, workspace.gated,
             tiling, tiling, workspace.experts,
         )  # fmt: skip
-        return [(mix_experts, arguments)]
+        if self.model.experts.down.formats != {WeightFormat.MXFP4}:
+            return [(mix_experts, arguments)]
+        from midfill.kernels.cpu.experts.mxfp4 import multiply_mxfp4
+
+        values = workspace.qkv
+        out = LinearOutput(values, 0, 0, False, 1.0, values, False)
+        multiplied = (context, workspace.normed, 0, self.model.weights.o, 0, out, tiling)
+        return [(mix_experts, arguments), (multiply_mxfp4, multiplied)]

@@ -11,7 +11,7 @@ from midfill.kernels.cpu.attention import scratch_size
 from midfill.kernels.cpu.attention_metadata import partial_rows
 from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS
 from midfill.kernels.cpu.decoder_data import Workspace
-from midfill.kernels.cpu.experts.table import ExpertMemory
+from midfill.kernels.cpu.experts.table import LINEAR_AT, ExpertMemory
 from midfill.kernels.cpu.latent.data import LatentMemory
 from midfill.kernels.cpu.linear import PRODUCTS_SIZE
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
@@ -146,6 +146,7 @@ class StepMemory:
         self._values_gated = WeightFormat.F32 in readers
         # The table in the workspace has only addresses.
         self._expert_memory: ExpertMemory | None = None
+        self._expert_linear = 0
         self.workspace = self._workspace()
         self.latent = self._latent()
         self.hidden = self._hidden()
@@ -164,6 +165,11 @@ class StepMemory:
         self.latent = self._latent()
         self.hidden = self._hidden()
         return True
+
+    def use_expert_linear(self, address: int) -> None:
+        """Have products with experts computed by the kernel at an address."""
+        self._expert_linear = address
+        self.workspace.experts[LINEAR_AT] = address
 
     def _hidden(self) -> Float32Array:
         rows, hidden = self._size.rows, self._config.hidden
@@ -218,7 +224,9 @@ class StepMemory:
             self._arrays.bytes,
         )  # fmt: skip
         activation = self._model.weights.gate_up.activation
-        return expert_table(self._config, weights, self._expert_memory, activation)
+        return expert_table(
+            self._config, weights, self._expert_memory, activation, self._expert_linear
+        )
 
     def _activations(self, name: str, size: int, with_values: bool = True) -> Activations:
         blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if self._quantized else 0

@@ -53,6 +53,8 @@ class KVCache:
         return self.keys.nbytes * (1 if self.values is self.keys else 2)
 
 
+_SWIGLU_OAI_ALPHA = 1.702
+
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rotary angles."""
 
@@ -241,10 +243,11 @@ class Decoder:
         if v is not k:
             shown[1][batch.write_slots] = v
         window, scale = self.config.window_of(index), self.config.score_scale
-        attended = attend(q, *shown, batch.attention, window, scale)
+        sinks = self.weights.layers[index].sinks
+        attended = attend(q, *shown, batch.attention, window, scale, sinks)
         for request in batch.planned:
             attended[request.rows] = attend_planned(
-                q, cache.keys, cache.values, request, index, window, scale
+                q, cache.keys, cache.values, request, index, window, scale, sinks
             )
         return attended
 
@@ -253,13 +256,16 @@ class Decoder:
         if not self.config.gated_mlp:
             return _linear(self._activate(up), mlp.down)
         gate, up = up.chunk(2, dim=-1)
+        if self.config.activation == "swiglu_oai":
+            limit = self.config.swiglu_limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
         return _linear(self._activate(gate) * up, mlp.down)
 
     def _mixture(self, index: int, layer: ExpertWeights, hidden: torch.Tensor) -> torch.Tensor:
         """Send each row to the experts that the layer's router chooses; see ``Experts``."""
         experts = self.config.experts_of(index)
         assert experts is not None
-        scores = functional.linear(hidden, layer.router).float()
+        scores = _linear(hidden, layer.router).float()
         shares = scores.sigmoid() if experts.scoring == "sigmoid" else scores.softmax(dim=-1)
         preferred = scores if layer.correction is None else shares + layer.correction
         preferred = _within_groups(experts, preferred)
@@ -290,6 +296,8 @@ class Decoder:
                 return functional.gelu(values)
             case "gelu_tanh":
                 return functional.gelu(values, approximate="tanh")
+            case "swiglu_oai":
+                return values * torch.sigmoid(_SWIGLU_OAI_ALPHA * values)
 
     def _norm(self, values: torch.Tensor, norm: Affine) -> torch.Tensor:
         """Norm the last dimension, in float32 whatever the dtype."""

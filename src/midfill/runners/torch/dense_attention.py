@@ -19,6 +19,8 @@ from midfill.runners.forward.batch import ForwardBatch
 IntArray = npt.NDArray[np.integer]
 Window = int | None
 """How many keys a query sees, its own included; None means all."""
+_SINK_WIDTH = 8
+"""Numbers that carry a sink: fused kernels want vectors of a multiple of 8."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def attend(
     metadata: AttentionMetadata,
     window: Window,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the attention of a batch's rows in one layer.
 
@@ -98,6 +101,7 @@ def attend(
         metadata: from ``prepare_metadata``.
         window: of this layer.
         scale: factor of q.k.
+        sinks: [query_heads], the layer's; None if it has none.
 
     Returns:
         [rows, query_heads, head_dim]; undefined for rows of requests with a plan.
@@ -105,9 +109,10 @@ def attend(
     outputs = torch.empty_like(queries)
     for group in metadata.groups:
         view = group.views[window]
-        outputs[group.rows] = _attend_group(
-            queries[group.rows], keys[view.slots], values[view.slots], view, scale
-        )
+        q, k, v = queries[group.rows], keys[view.slots], values[view.slots]
+        if sinks is not None:
+            q, k, v, view = _with_sink(q, k, v, view, sinks.float() / scale)
+        outputs[group.rows] = _attend_group(q, k, v, view, scale)
     return outputs
 
 
@@ -115,12 +120,12 @@ def _attend_group(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: KeyView, scale: float
 ) -> torch.Tensor:
     """Compute attention of [requests, queries, heads, head_dim] over [requests, keys, ...]."""
-    requests, rows, heads, head_dim = queries.shape
-    kv_heads = keys.shape[2]
+    requests, rows, heads, width = queries.shape
+    kv_heads, head_dim = keys.shape[2], values.shape[3]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if rows == 1:
         # The query heads of a group stand in for rows, so K and V are read once and not copied.
-        queries = queries.view(requests, kv_heads, heads // kv_heads, head_dim)
+        queries = queries.view(requests, kv_heads, heads // kv_heads, width)
     else:
         queries = queries.transpose(1, 2)
         keys = keys.repeat_interleave(heads // kv_heads, dim=1)
@@ -131,6 +136,36 @@ def _attend_group(
     if rows == 1:
         return attended.reshape(requests, 1, heads, head_dim)
     return attended.transpose(1, 2)
+
+
+def _with_sink(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    view: KeyView,
+    sinks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KeyView]:
+    """Return the arguments of ``_attend_group`` with a last key whose score is the sink.
+
+    Queries and keys get further numbers, of which one isn't 0: of queries their head's sink over
+    the scale, of that key 1. So a fused kernel computes it all. The key's value is 0, and every
+    query sees it.
+    """
+    requests, rows = queries.shape[:2]
+    further = sinks.new_zeros(len(sinks), _SINK_WIDTH)
+    further[:, 0] = sinks
+    further = further.to(queries.dtype).expand(requests, rows, -1, -1)
+    queries = torch.cat((queries, further), dim=-1)
+    keys = functional.pad(keys, (0, _SINK_WIDTH, 0, 0, 0, 1))
+    keys[:, -1, :, -_SINK_WIDTH] = 1
+    mask = view.mask
+    if view.causal:
+        count = keys.shape[1] - 1
+        mask = torch.ones(rows, count, dtype=torch.bool, device=keys.device).tril()[None, None]
+    if mask is not None:
+        mask = functional.pad(mask, (0, 1), value=True)
+    values = functional.pad(values, (0, 0, 0, 0, 0, 1))
+    return queries, keys, values, KeyView(view.slots, mask, causal=False)
 
 
 def _members(batch: ForwardBatch) -> Iterator[list[int]]:

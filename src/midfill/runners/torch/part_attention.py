@@ -115,6 +115,7 @@ def attend_planned(
     layer: int,
     window: int | None,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute a request's attention in one layer.
 
@@ -127,6 +128,7 @@ def attend_planned(
         window: how many of its last keys a query sees, its own included; None is all. With a
             window, nothing else chooses.
         scale: factor of q.k.
+        sinks: [query_heads], the layer's; None if it has none.
 
     Returns:
         [queries, query_heads, head_dim].
@@ -148,6 +150,9 @@ def attend_planned(
     else:
         shares = torch.stack(masses).softmax(0)[..., None]
         mixed = (shares * torch.stack(attended)).sum(0)
+    if sinks is not None:
+        whole = torch.stack(masses).logsumexp(0)
+        mixed = mixed * torch.sigmoid(whole - sinks.view(whole.shape[0], -1, 1))[..., None]
     return mixed.permute(2, 0, 1, 3).reshape(rows, heads, head_dim).to(queries.dtype)
 
 

@@ -62,14 +62,14 @@ class ExpertWeights:
     """The mixture of experts of one layer.
 
     Attributes:
-        router: [experts, hidden].
+        router: [experts, hidden], with a bias in some models.
         correction: float32 [experts], see ``Experts.corrected``; None where there is none.
         experts: one MLP each.
         shared_router: [1, hidden]; None where what tokens share has no gate.
         shared: what they share.
     """
 
-    router: torch.Tensor
+    router: Affine
     correction: torch.Tensor | None
     experts: tuple[MlpWeights, ...]
     shared_router: torch.Tensor | None
@@ -85,6 +85,7 @@ class LayerWeights:
         qkv: rows of q, k and v, one below the other; or latent attention.
         q_norm, k_norm: of each head; None if the model has none.
         attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
+        sinks: [query_heads], see ``ModelConfig.sinks``; None if the model has none.
         o: attention's output projection.
         mlp: an MLP, or a mixture of experts.
     """
@@ -95,6 +96,7 @@ class LayerWeights:
     k_norm: Affine | None
     attn_post_norm: Affine | None
     mlp_post_norm: Affine | None
+    sinks: torch.Tensor | None
     o: Affine
     mlp_norm: Affine
     mlp: MlpWeights | ExpertWeights
@@ -156,6 +158,7 @@ class _Loader:
             k_norm=self._affine(f"{layer}.k_norm") if config.qk_norm else None,
             attn_post_norm=self._affine(f"{layer}.attn_post_norm") if config.post_norms else None,
             mlp_post_norm=self._affine(f"{layer}.mlp_post_norm") if config.post_norms else None,
+            sinks=self._tensor(f"{layer}.attn.sinks") if config.sinks else None,
             o=self._affine(f"{layer}.o"),
             mlp_norm=self._affine(f"{layer}.mlp_norm"),
             mlp=self._mlp(layer) if experts is None else self._experts(layer, experts),
@@ -190,7 +193,7 @@ class _Loader:
         gated = shared and experts.shared_gated
         correction = f"{layer}.router.e_score_correction_bias"
         return ExpertWeights(
-            router=self._tensor(f"{layer}.router.weight"),
+            router=self._affine(f"{layer}.router"),
             correction=self._tensor(correction).float() if experts.corrected else None,
             experts=tuple(self._mlp(f"{layer}.experts.{i}") for i in range(experts.count)),
             shared_router=self._tensor(f"{layer}.shared_router.weight") if gated else None,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ggml_blocks import random_matrix
+from mxfp4_checkpoints import as_ggml, random_blocks
 
 from midfill.kernels.cpu.experts.table import MAX_MIXED_ROWS
 from midfill.kernels.cpu.kv_cache import KVCacheDtype
@@ -54,6 +55,7 @@ MIXTURES = {
         weight_factor=1.5,
     ),
     "sigmoids as they are": replace(EXPERTS, normalised=False, scoring="sigmoid"),
+    "as in gpt-oss": replace(EXPERTS, router_bias=True),
 }
 
 
@@ -63,7 +65,8 @@ class MadeModel:
 
     Attributes:
         experts: its mixture.
-        kind: how its experts are stored.
+        kind: how its experts are stored. With a bias of the router, all matrices have one, and
+            experts are gpt-oss's.
         router: of the experts; None is random.
     """
 
@@ -75,7 +78,8 @@ class MadeModel:
     def __post_init__(self) -> None:
         self.config = ModelConfig(
             "qwen3moe", layers=1, hidden=HIDDEN, query_heads=2, kv_heads=1, head_dim=32, ffn=0,
-            vocab=32, context=2048, experts=self.experts,
+            vocab=32, context=2048, experts=self.experts, mlp_bias=self.experts.router_bias,
+            activation="swiglu_oai" if self.experts.router_bias else "silu", swiglu_limit=1.2,
         )  # fmt: skip
         self.tensor, self.exact = cache(self._tensor), cache(self._exact)
 
@@ -92,17 +96,39 @@ class MadeModel:
             values = self.router.astype(np.float32)
         elif name.endswith("correction_bias"):
             values = random.uniform(-0.3, 0.3, shape).astype(np.float32)
+        elif name.endswith("bias"):
+            values = random.uniform(-0.5, 0.5, shape).astype(np.float32)
         elif len(shape) == 1:
             values = random.uniform(0.5, 1.5, shape).astype(np.float32)
         elif self.kind != "f32" and module in ("gate", "up", "down") and shape[1] % 256 == 0:
-            return replace(random_matrix(self.kind, *shape, size=1.5 * shape[1] ** -0.5), name=name)
+            return replace(self._quantised(*shape), name=name)
         else:
             values = (random.standard_normal(shape) * 1.5 * shape[1] ** -0.5).astype(np.float32)
         return StoredTensor(name, shape, "f32", values)
 
-    def _exact(self, name: str) -> np.ndarray:
+    def _quantised(self, outputs: int, inputs: int) -> StoredTensor:
+        if self.kind != "mxfp4":
+            return random_matrix(self.kind, outputs, inputs, size=1.5 * inputs**-0.5)
+        blocks = as_ggml(random_blocks(outputs, inputs))
+        return StoredTensor("w", (outputs, inputs), "mxfp4", blocks)
+
+    def _exact(self, name: str, leaf: str = "weight") -> np.ndarray:
         """A tensor of the layer in float64."""
-        return self.tensor(f"layers.0.{name}.weight").to_float32().astype(np.float64)
+        return self.tensor(f"layers.0.{name}.{leaf}").to_float32().astype(np.float64)
+
+    def apply(self, name: str, x: np.ndarray) -> np.ndarray:
+        """A matrix times a row, plus its bias if it has one."""
+        bias = self.exact(name, "bias") if self.experts.router_bias else 0.0
+        product: np.ndarray = self.exact(name) @ x + bias
+        return product
+
+    def open(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        """The activation of gate times up."""
+        if not self.experts.router_bias:
+            return gate / (1 + np.exp(-gate)) * up
+        limit = self.config.swiglu_limit
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
 
 
 def route(model: MadeModel, scores: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -134,10 +160,10 @@ def naive(model: MadeModel, hidden: np.ndarray) -> np.ndarray:
         x = row / np.sqrt(np.mean(row * row) + model.config.norm_epsilon) * model.exact("mlp_norm")
 
         def mlp(prefix: str, x: np.ndarray = x) -> np.ndarray:
-            gate, up = model.exact(f"{prefix}.gate") @ x, model.exact(f"{prefix}.up") @ x
-            return model.exact(f"{prefix}.down") @ (gate / (1 + np.exp(-gate)) * up)
+            gate, up = model.apply(f"{prefix}.gate", x), model.apply(f"{prefix}.up", x)
+            return model.apply(f"{prefix}.down", model.open(gate, up))
 
-        shares, chosen = route(model, model.exact("router") @ x)
+        shares, chosen = route(model, model.apply("router", x))
         mixed = sum(shares[e] * mlp(f"experts.{e}") for e in chosen)
         if experts.shared_ffn and experts.shared_gated:
             score = (model.exact("shared_router") @ x).item()
@@ -187,7 +213,7 @@ def test_it_is_the_mixture_of_a_plain_one(experts: Experts, mixes: Callable[...,
     np.testing.assert_allclose(mixes(model)(hidden), naive(model, hidden), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "q8_0"])
+@pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "q8_0", "mxfp4"])
 def test_quantised_experts_are_those_of_their_exact_weights(
     kind: str, mixes: Callable[..., Mix]
 ) -> None:
@@ -198,11 +224,18 @@ def test_quantised_experts_are_those_of_their_exact_weights(
     assert errors.max() < 0.03
 
 
-@pytest.mark.parametrize("kind", ["f32", "q4_k"])
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [
+        ("f32", replace(EXPERTS, shared_ffn=64)),
+        ("q4_k", replace(EXPERTS, shared_ffn=64)),
+        ("mxfp4", replace(EXPERTS, router_bias=True)),
+    ],
+)
 def test_a_row_has_the_same_bits_whatever_is_beside_it(
-    kind: str, mixes: Callable[..., Mix]
+    kind: str, experts: Experts, mixes: Callable[..., Mix]
 ) -> None:
-    model, hidden = MadeModel(replace(EXPERTS, shared_ffn=64), kind), rows(MAX_MIXED_ROWS + 90)
+    model, hidden = MadeModel(experts, kind), rows(MAX_MIXED_ROWS + 90)
     alone, together = mixes(model, threads=1), mixes(model, threads=2)
     expected = together(hidden)
     np.testing.assert_array_equal(alone(hidden), expected)

@@ -26,6 +26,7 @@ from midfill.kernels.cpu.experts.table import (
     CHUNK_ROWS,
     MAX_MIXED_ROWS,
     SCRATCH_PANELS,
+    SWIGLU_OAI,
     ExpertMemory,
     ExpertSizes,
     Mixture,
@@ -34,11 +35,24 @@ from midfill.kernels.cpu.experts.table import (
 from midfill.kernels.cpu.jit import entry_point, in_child, kernel
 from midfill.kernels.cpu.linear import LinearOutput, LinearWeights, Tiling, activate
 from midfill.kernels.cpu.memory import Float32Array, Int64Array
-from midfill.kernels.cpu.simd import LANES, add, fma, load, multiply, splat, store
+from midfill.kernels.cpu.simd import (
+    LANES,
+    add,
+    divide,
+    exp,
+    fma,
+    load,
+    maximum,
+    multiply,
+    splat,
+    store,
+    subtract,
+)
 from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL
 from midfill.kernels.cpu.work_stealing import next_run
 
+SWIGLU_OAI_ALPHA = 1.702
 _SUM_COLUMNS = 256
 """Columns of a row that a thread adds up at a time."""
 
@@ -50,11 +64,26 @@ def _alone(context: ThreadContext) -> ThreadContext:
 
 
 @kernel
-def _panels_from(weights: LinearWeights, panel: int, outputs: int) -> LinearWeights:
+def _panels_from(weights: LinearWeights, panel: int, outputs: int, biased: int) -> LinearWeights:
     """Return the panels from one on as a matrix with so many outputs."""
-    return LinearWeights(
-        weights.packed, weights.panels[panel:], weights.bias, outputs, weights.inputs
-    )
+    bias = weights.bias
+    if biased != 0:
+        bias = bias[panel * PANEL :]
+    return LinearWeights(weights.packed, weights.panels[panel:], bias, outputs, weights.inputs)
+
+
+@kernel
+def _open(sizes: ExpertSizes, limit: Any, gate: Any, up: Any) -> Any:
+    """Return act(gate) * up."""
+    if sizes.activation != SWIGLU_OAI:
+        return multiply(activate(gate, sizes.activation), up)
+    # (up + 1) * gate * sigmoid(1.702 * gate), where gate is at most the limit and up within it. A
+    # NaN that is the second operand of ``maximum`` stays one.
+    zero, one, least = splat(np.float32(0.0)), splat(np.float32(1.0)), splat(-limit)
+    gate = subtract(zero, maximum(least, subtract(zero, gate)))
+    up = maximum(least, subtract(zero, maximum(least, subtract(zero, up))))
+    powers = exp(multiply(splat(np.float32(-SWIGLU_OAI_ALPHA)), gate))
+    return multiply(add(up, one), divide(gate, add(one, powers)))
 
 
 @kernel
@@ -78,8 +107,8 @@ def _gather(
 
 @kernel
 def _open_rows(
-    sizes: ExpertSizes, memory: ExpertMemory, scratch_at: int, rows: int, panels: int, place: int,
-    panel: int,
+    sizes: ExpertSizes, limit: Any, memory: ExpertMemory, scratch_at: int, rows: int, panels: int,
+    place: int, panel: int,
 ) -> None:  # fmt: skip
     """Compute act(gate) * up of products in the scratch, [rows, panels, gate and up, 32]."""
     scratch, opened = memory.scratch, memory.opened
@@ -88,8 +117,8 @@ def _open_rows(
             at = scratch_at + (row * panels + number) * 2 * PANEL
             target = (place + row) * sizes.ffn + (panel + number) * PANEL
             for lane in range(0, PANEL, LANES):
-                gate = activate(load(scratch, at + lane), sizes.activation)
-                value = multiply(gate, load(scratch, at + PANEL + lane))
+                gate, up = load(scratch, at + lane), load(scratch, at + PANEL + lane)
+                value = _open(sizes, limit, gate, up)
                 store(scratch, at + lane, value)
                 if len(opened.values) > 0:
                     store(opened.values, target + lane, value)
@@ -116,7 +145,7 @@ def _open_expert(
         held = min(width, stop - panel)
         outputs = held * 2 * PANEL
         number = (layer * sizes.experts + expert) * all_panels + panel
-        matrix = _panels_from(weights, number * 2, outputs)
+        matrix = _panels_from(weights, number * 2, outputs, sizes.biased)
         for place in range(first, end, CHUNK_ROWS):
             rows = min(end - place, CHUNK_ROWS)
             call_kernel(
@@ -126,7 +155,8 @@ def _open_expert(
                     LinearOutput(scratch, rows, outputs, False, 1.0, scratch, False), tiling,
                 ),
             )  # fmt: skip
-            _open_rows(sizes, memory, own, rows, held, place, panel)
+            limit = mixture.weights.swiglu_limit[0]
+            _open_rows(sizes, limit, memory, own, rows, held, place, panel)
         panel += held
 
 
@@ -146,7 +176,7 @@ def _close_expert(
         linear,
         (
             _alone(context), memory.opened, first * sizes.ffn,
-            _panels_from(weights, number, panels * PANEL), context.thread * 0,
+            _panels_from(weights, number, panels * PANEL, sizes.biased), context.thread * 0,
             LinearOutput(values, end - first, hidden, False, 1.0, memory.scratch, False),
             tiling,
         ),
@@ -252,7 +282,8 @@ def _mix(
         _share(context, config, mixture, layer, rows, x, x_at, gated, tilings)
     for opens in (True, False):
         tiling = tilings[0] if opens else tilings[1]
-        _run_experts(context, config.linear, mixture, layer, opens, tiling)
+        linear = sizes.linear if sizes.linear != 0 else config.linear
+        _run_experts(context, linear, mixture, layer, opens, tiling)
         end_phase(context, GATE_UP if opens else DOWN)
     _add_up(context, mixture, rows, hidden, hidden_at, config.residual_multiplier)
     end_phase(context, NORM)

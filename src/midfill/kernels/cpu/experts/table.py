@@ -24,6 +24,8 @@ MAX_MIXED_ROWS = 512
 """Rows that are mixed at a time: what they take in between is that of all their experts."""
 CHUNK_ROWS = 48
 """Maximum rows of an expert that a thread multiplies by a few panels at a time."""
+SWIGLU_OAI = 2
+"""gpt-oss's gate, as a number beside those of ``linear.activate``."""
 SCRATCH_PANELS = 2 * CHUNK_ROWS
 """Rows times panels of gate and up whose products a thread holds: 24 KiB."""
 
@@ -33,13 +35,16 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
         router: float32 panels [layers * (experts, then the shared expert's row, padded), hidden].
-        gate_up: panels of all experts of all layers, one of gate and one of up in turn.
-        down: panels of all experts of all layers.
+        gate_up: panels of all experts of all layers, one of gate and one of up in turn; so are the
+            numbers of its bias.
+        down: panels of all experts of all layers. The biases of these three have no numbers where
+            ``ExpertSizes.biased`` is 0.
         shared: the first half of the shared expert's MLP; without weights where there is none.
         shared_down: its second half.
         correction: float32 [layers * experts], added to the scores that experts are chosen by; of
             use where ``ExpertMemory.preferred`` is.
         weight_factor: float32 [1], see ``models.config.Experts``.
+        swiglu_limit: float32 [1], see ``models.config.ModelConfig``.
     """
 
     router: LinearWeights
@@ -49,6 +54,7 @@ class ExpertWeights(NamedTuple):
     shared_down: LinearWeights
     correction: Float32Array
     weight_factor: Float32Array
+    swiglu_limit: Float32Array
 
 
 class ExpertSizes(NamedTuple):
@@ -58,10 +64,13 @@ class ExpertSizes(NamedTuple):
         experts: how many there are.
         per_token, ffn, shared_ffn, groups, groups_per_token: see ``models.config.Experts``.
         normalised: 1 if the weights of a row's experts are scaled to a sum of 1, else 0.
-        activation: of the MLPs, see ``GateUpWeights``.
+        activation: of the MLPs, see ``GateUpWeights``; or SWIGLU_OAI.
         shared_gated: 1 if the shared expert's outputs are weighted, else 0.
         sigmoid: 1 if probabilities are sigmoids, 0 if they are a softmax.
         corrected: 1 if experts are chosen by corrected scores, else 0.
+        biased: 1 if the router and the experts have biases, else 0.
+        linear: address of the kernel for products with experts, see ``LINEAR_AT``; 0 is that of all
+            others.
     """
 
     experts: int
@@ -75,6 +84,8 @@ class ExpertSizes(NamedTuple):
     corrected: int = 0
     groups: int = 1
     groups_per_token: int = 1
+    biased: int = 0
+    linear: int = 0
 
 
 class ExpertMemory(NamedTuple):
@@ -131,6 +142,8 @@ class Mixture(NamedTuple):
 
 
 _SIZES = len(ExpertSizes._fields)
+LINEAR_AT = ExpertSizes._fields.index("linear")
+"""Where a table has ``ExpertSizes.linear``, which is known once it is compiled."""
 _MATRICES = 6
 
 
@@ -149,7 +162,11 @@ def make_table(
         weights.shared_down,
     ):  # fmt: skip
         numbers += [*_place(matrix.packed), *_place(matrix.panels), matrix.outputs, matrix.inputs]
-    numbers += [*_place(weights.correction), *_place(weights.weight_factor)]
+    for vector in (
+        weights.correction, weights.weight_factor, weights.swiglu_limit, weights.router.bias,
+        weights.gate_up.bias, weights.down.bias,
+    ):  # fmt: skip
+        numbers += _place(vector)
     for field in memory:
         for array in field if isinstance(field, tuple) else (field,):
             numbers += _place(array)
@@ -189,27 +206,36 @@ _panels_at = _array_reader(types.int64, columns=2)
 
 
 @kernel
-def _matrix(table: Int64Array, number: int, zeros: Float32Array) -> LinearWeights:
+def _matrix(table: Int64Array, number: int, bias: Float32Array) -> LinearWeights:
     at = _SIZES + 6 * number
     return LinearWeights(
-        _bytes_at(table, at), _panels_at(table, at + 2), zeros, table[at + 4], table[at + 5]
+        _bytes_at(table, at), _panels_at(table, at + 2), bias, table[at + 4], table[at + 5]
     )
+
+
+@kernel
+def _bias_at(table: Int64Array, at: int, zeros_at: int) -> int:
+    """Return where the table has a bias, or zeros in its place."""
+    return at if table[at + 1] > 0 else zeros_at
 
 
 @inlined_kernel
 def unpack(table: Int64Array) -> Mixture:
     """Return what ``make_table`` was given."""
     further = _SIZES + 6 * _MATRICES
-    at = further + 4
+    at = further + 12
     zeros = _floats_at(table, at + 2)
     sizes = ExpertSizes(
         table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7], table[8],
-        table[9], table[10],
+        table[9], table[10], table[11], table[12],
     )  # fmt: skip
     weights = ExpertWeights(
-        _matrix(table, 0, zeros), _matrix(table, 1, zeros), _matrix(table, 2, zeros),
+        _matrix(table, 0, _floats_at(table, _bias_at(table, further + 6, at + 2))),
+        _matrix(table, 1, _floats_at(table, _bias_at(table, further + 8, at + 2))),
+        _matrix(table, 2, _floats_at(table, _bias_at(table, further + 10, at + 2))),
         GateUpWeights(_matrix(table, 3, zeros), _matrix(table, 4, zeros), sizes.activation, True),
         _matrix(table, 5, zeros), _floats_at(table, further), _floats_at(table, further + 2),
+        _floats_at(table, further + 4),
     )  # fmt: skip
     memory = ExpertMemory(
         _bytes_at(table, at), zeros, _floats_at(table, at + 4), _floats_at(table, at + 6),

@@ -59,6 +59,7 @@ from midfill.kernels.cpu.segment_attention import softmax_segment, weigh_values
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.segments import multiply_scales
 from midfill.kernels.cpu.simd import LANES, load, store
+from midfill.kernels.cpu.sinks import add_sink
 from midfill.kernels.cpu.softmax import SoftmaxSums, clear_states, finish_row, merge_rows
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
@@ -282,6 +283,7 @@ def _attend_block(
             merge_rows(memory.totals, memory.part, top, rows * group, dim)
     for r in range(rows * group):
         at = ((row + r // group) * heads.query_heads + head + r % group) * dim
+        add_sink(heads, memory.totals.states, r, head + r % group)
         finish_row(memory.totals, r, dim, out.values, at)
         transform_for(kv.cache.values, out.values, at, dim)
         quantize(out, at, dim)

@@ -1,0 +1,1 @@
+"""The forward pass of models with attention sinks, which few users need."""

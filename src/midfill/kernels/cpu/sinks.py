@@ -1,0 +1,81 @@
+"""Attention sinks: a learned score of each query head that takes part in the softmax, valueless.
+
+OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, arXiv 2508.10925, section 2.3. Of a row whose
+largest score is m, the sum of exponentials becomes sum(exp(score - m)) + exp(sink - m). This is
+done once, after all of the row's keys were merged, so that it doesn't matter how they were cut.
+
+A model with sinks has weights, and its layers' heads, of types of their own, and a forward pass of
+its own (sink_attention/), so that the pass of all other models is the code that it would be without
+any. Both have the same kernels but for where a row's attention is finished.
+"""
+
+from typing import Any, NamedTuple
+
+from midfill.kernels.cpu.jit import inlined_kernel, kernel_by_type
+from midfill.kernels.cpu.linear import GateUpWeights, LinearWeights
+from midfill.kernels.cpu.memory import Float32Array, Int32Array
+from midfill.kernels.cpu.rows import NormWeights, RopeTables
+from midfill.kernels.cpu.simd import exp, max_lanes, splat
+
+
+class SinkHeads(NamedTuple):
+    """``AttentionHeads`` of a layer with sinks.
+
+    Attributes:
+        sinks: float32, of all layers.
+        first_sink: where those of the layer start.
+    """
+
+    query_heads: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    scale: float
+    window: int
+    sinks: Float32Array
+    first_sink: int
+
+
+class SinkWeights(NamedTuple):
+    """``DecoderWeights`` of a model with sinks.
+
+    Attributes:
+        sinks: float32 [layers * query_heads].
+    """
+
+    embed: LinearWeights
+    head: LinearWeights
+    qkv: LinearWeights
+    o: LinearWeights
+    gate_up: GateUpWeights
+    down: LinearWeights
+    attn_norm: NormWeights
+    mlp_norm: NormWeights
+    final_norm: NormWeights
+    attn_post_norm: NormWeights
+    mlp_post_norm: NormWeights
+    q_norm: NormWeights
+    k_norm: NormWeights
+    rope: RopeTables
+    windows: Int32Array
+    sinks: Float32Array
+
+
+@inlined_kernel
+def _add_nothing(heads: Any, states: Float32Array, row: int, head: int) -> None:
+    """Leave the row as it is."""
+
+
+@inlined_kernel
+def _add_sink(heads: SinkHeads, states: Float32Array, row: int, head: int) -> None:
+    above = heads.sinks[heads.first_sink + head] - states[row * 2]
+    states[row * 2 + 1] += max_lanes(exp(splat(above)))
+
+
+@kernel_by_type
+def add_sink(heads: Any, *_: Any) -> Any:
+    """Add a query head's sink to a row's sum of exponentials, if the layer has any.
+
+    Arguments: (heads, ``SoftmaxSums.states``, row, query head).
+    """
+    return _add_sink if "sinks" in heads.fields else _add_nothing
