@@ -571,7 +571,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         weights,
         assemble_experts(config, arrays),
         assemble_latent(config, arrays),
-        arrays["sinks"] if config.sinks else None,
+        sinks=arrays["sinks"] if config.sinks else None,
     )
 
 
