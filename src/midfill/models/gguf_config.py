@@ -21,6 +21,7 @@ def read_decoder(
     full_every: int = 0,
     experts: Experts | None = None,
     head_dim: int | None = None,
+    kv_heads: int | None = None,
 ) -> ModelConfig:
     """Read the part that all architectures write alike.
 
@@ -36,6 +37,7 @@ def read_decoder(
             windows all layers or none.
         experts: from ``read_experts``, for families that have any.
         head_dim: of a key, for families in which it differs from a value's.
+        kv_heads: for families whose files list them layer by layer.
 
     Raises:
         CheckpointError: a key is missing, malformed or asks for something unsupported.
@@ -57,7 +59,7 @@ def read_decoder(
         layers=fields.size("block_count"),
         hidden=hidden,
         query_heads=heads,
-        kv_heads=fields.size("attention.head_count_kv", heads),
+        kv_heads=kv_heads or fields.size("attention.head_count_kv", heads),
         head_dim=head_dim,
         ffn=fields.size("feed_forward_length"),
         vocab=shapes["embed.weight"][0],
