@@ -154,7 +154,7 @@ class Engine:
         states = runner.states
         if states is not None and options.max_running >= states.count:
             raise ValueError(
-                f"{options.max_running} sequences need more than {states.count} states"
+                f"{options.max_running} running sequences need more than {states.count} states"
             )
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
