@@ -514,4 +514,4 @@ class TestGguf:
 
     def test_which_families_interleave_the_rotary_halves(self) -> None:
         interleaved = {name for name, family in FAMILIES.items() if family.gguf_interleaved_rotary}
-        assert interleaved == {"llama", "granite"}
+        assert interleaved == {"llama", "granite", "granitehybrid"}

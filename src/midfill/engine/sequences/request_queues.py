@@ -145,7 +145,7 @@ class RequestQueues:
             sequence.cached_tokens = sequence.computed - sequence.reused_tokens
         if self.pool.states is not None:
             sequence.snapshots = self._snapshots.positions(
-                sequence.length, sequence.computed, found.known
+                sequence.length, sequence.computed, found.known, sequence.head_tokens
             )
 
     def preempt(self, sequence: Sequence) -> None:

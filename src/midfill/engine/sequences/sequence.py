@@ -54,6 +54,7 @@ class Sequence:
         layer_rows: tokens that have gone through some layers only.
         interrupted: whether it was preempted between two layers, which lost what was computed; it
             is prefilled in chunks from then on.
+        head_tokens: see ``EngineRequest``.
         snapshots: after how many tokens a prefill stops, so that a copy of its state is kept there;
             empty in models without states.
         background: whether the prompt is only to be cached; such a sequence holds slots during a
@@ -91,6 +92,7 @@ class Sequence:
         "decoding",
         "empty_check",
         "empty_probability",
+        "head_tokens",
         "hints",
         "interrupted",
         "kv",
@@ -154,6 +156,7 @@ class Sequence:
         self.by_layers = False
         self.layer_rows: LayerRows | None = None
         self.interrupted = False
+        self.head_tokens = request.head_tokens
         self.snapshots: tuple[int, ...] = ()
         self.constraint: HealingConstraint | None = None
         self.empty_check: EmptyAnswerCheck | None = None

@@ -13,10 +13,11 @@ POLICY = SnapshotPolicy()
 def test_places_are_in_the_part_that_is_computed(length: int, data: st.DataObject) -> None:
     known = data.draw(st.integers(0, length - 1))
     computed = data.draw(st.integers(0, known))
-    places = POLICY.positions(length, computed, known)
+    head = data.draw(st.integers(0, length))
+    places = POLICY.positions(length, computed, known, head)
     assert list(places) == sorted(set(places))
     assert all(computed < place < length for place in places)
-    assert len(places) <= 2
+    assert len(places) <= 3
 
 
 @given(st.integers(1, 5000), st.integers(0, 40), st.integers(0, 15))
@@ -40,6 +41,11 @@ def test_where_a_prompt_parts_from_cached_text_others_will() -> None:
     assert POLICY.positions(1000, 0, 300) == (300, 960)
     assert POLICY.positions(1000, 250, 300) == (960,)  # not far before, there is one already
     assert POLICY.positions(1000, 0, 980) == (960,)  # nor if there will be
+
+
+def test_where_the_text_before_the_suffix_ends_a_longer_one_will_go_on() -> None:
+    assert POLICY.positions(1000, 0, 0, head=700) == (684, 960)
+    assert POLICY.positions(1000, 660, 660, head=700) == (960,)
 
 
 @pytest.mark.parametrize("wrong", [{"spacing": 0}, {"margin": 0}, {"max_repeated": -1}], ids=str)

@@ -6,8 +6,9 @@ likely to part: at the end of an answer, and where a prompt is seen to part from
 others will do so there, too. Answers' ends cost nothing here, for the sequence needs its state no
 more.
 
-For infilling there is one more, shortly before a prompt's end: the next prompt, some keystrokes
-later, has all but the last word of this one. The paper's eviction weighs what a state saves against
+For infilling there are two more. Shortly before a prompt's end: the next prompt, some keystrokes
+later, has all but the last word of this one. And shortly before the end of the text that stands
+before the suffix: where prompts will part when more text moves there. The paper's eviction weighs what a state saves against
 its size; here the least recently used goes first (``kv.state_pool``).
 """
 
@@ -21,9 +22,9 @@ class SnapshotPolicy:
     Attributes:
         spacing: tokens between two places near the ends of prompts, so that prompts that grow
             keystroke by keystroke share a snapshot.
-        margin: at least so many tokens follow that place: the last word may be cut into others when
-            it is longer.
-        max_repeated: a place where prompts part gets a snapshot if the last one is more tokens
+        margin: at least so many tokens follow such a place: the last word may be cut into other
+            tokens when it is longer.
+        max_repeated: a place where prompts part, or will, gets a snapshot if the last one is more tokens
             before it.
     """
 
@@ -35,17 +36,20 @@ class SnapshotPolicy:
         if self.spacing < 1 or self.margin < 1 or self.max_repeated < 0:
             raise ValueError("spacing and margin must be at least 1, max_repeated at least 0")
 
-    def positions(self, length: int, computed: int, known: int) -> tuple[int, ...]:
+    def positions(self, length: int, computed: int, known: int, head: int = 0) -> tuple[int, ...]:
         """Return after how many tokens states are to be kept, ascending.
 
         Args:
             length: tokens of the prompt, and of the answer so far where it was preempted.
             computed: how many of them need not be computed, up to the last snapshot.
             known: how many have KV in the cache; there the prompt parts from cached text.
+            head: how many stand before the text after the caret; 0 if that isn't known.
         """
         near_end = (length - self.margin) // self.spacing * self.spacing
         chosen = {near_end}
         before = max(computed, near_end) if near_end <= known else computed
         if known - before > self.max_repeated:
             chosen.add(known)
+        if head - self.margin - computed > self.max_repeated:
+            chosen.add(head - self.margin)
         return tuple(sorted(place for place in chosen if computed < place < length))
