@@ -19,6 +19,9 @@ from toy_state_runner import ToyStateRunner
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
+from midfill.frontend.sampling import SamplingParams
+from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import (
@@ -184,10 +187,14 @@ def test_sessions_of_edits_answer_as_cold(edits: list[tuple[str, int, int]], sta
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuRunner]:
-    folder: Path = write_variant("granitehybrid", tmp_path_factory.mktemp("hybrid"))
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_variant("granitehybrid", tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
+def hybrid(hybrid_folder: Path) -> Iterator[CpuRunner]:
     runner = CpuRunner.load(
-        open_checkpoint(folder), slots=2000, states=12, threads=2, kv_cache_dtype="f32"
+        open_checkpoint(hybrid_folder), slots=2000, states=12, threads=2, kv_cache_dtype="f32"
     )
     yield runner
     runner.close()
@@ -212,6 +219,37 @@ def test_a_keystroke_computes_what_was_typed_and_at_most_64_tokens(hybrid: CpuRu
         cold = build_engine(hybrid, max_running=4, token_budget=512)
         expected = serve(cold, [request(f"{now}", tokens + typed[:now], sampling)])
         assert same(found[f"{now}", 0], expected[f"{now}", 0])
+
+
+def test_an_infilling_session_computes_what_was_typed_and_at_most_64_tokens(
+    hybrid: CpuRunner, hybrid_folder: Path
+) -> None:
+    """Keystrokes through the planner, with token healing, character by character."""
+    checkpoint = open_checkpoint(hybrid_folder)
+    encoder = PromptEncoder(checkpoint, fim_format(checkpoint), checkpoint.config.context)
+    before = "".join(f"def double{n}(x):\n    return {n} * x\n\n" for n in range(6))
+    after = "".join(f"\nprint(double{n}({n}))" for n in range(6))
+    typed = "def triple(value):\n    return 3 * value"
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
+    requests = []
+    for length in range(len(typed) + 1):
+        prompt = encoder.infill(InfillRequest(prefix=before + typed[:length], suffix=after))
+        assert prompt.report is not None
+        assert prompt.report.sentinels
+        requests.append(prompt.request(f"{length}", sampling))
+    token_bytes = checkpoint.tokenizer.token_bytes
+    warm = build_engine(hybrid, (0,), max_running=4, token_bytes=token_bytes)
+    computed, found = 0, {}
+    for number, one in enumerate(requests):
+        found |= serve(warm, [one])
+        rows = warm.stats().computed_tokens - computed
+        computed += rows
+        if number:  # one more character is one more token at most, and so is each of the answer
+            assert rows <= 1 + 64 + sampling.max_tokens
+    assert computed < sum(len(one.token_ids) for one in requests) / 4
+    for one in requests[::6]:
+        cold = build_engine(hybrid, (0,), max_running=4, token_bytes=token_bytes)
+        assert same(found[one.request_id, 0], serve(cold, [one])[one.request_id, 0])
 
 
 def test_mixed_batches_over_the_kernels_have_the_bits_of_each_alone(hybrid: CpuRunner) -> None:

@@ -62,7 +62,8 @@ def transformers_config(config: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     offset = FAMILIES[config.family].norm_offset  # which their weights lack in transformers
-    if offset or config.experts is not None or config.latent is not None:
+    differs = offset or config.experts is not None or config.latent is not None
+    if differs or config.family == "granitehybrid":
         raise MidfillError(f"models of the family {config.family} can't be trained here yet")
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,

@@ -75,7 +75,8 @@ def mix_rows(
         projected: [rows, projected], W_in of the hidden rows.
         requests: all of the batch.
     """
-    z, mixed, dt = projected.float().split([space.inner, space.mixed, space.heads], dim=1)
+    sizes = [space.inner, space.mixed, space.heads]
+    z, mixed, dt = torch.split(projected.float(), sizes, dim=1)
     steps = functional.softplus(dt + weights.dt_bias)
     outputs = [
         _mix_request(space, weights, states, layer, mixed, steps, request) for request in requests
@@ -104,7 +105,7 @@ def _mix_request(
     outputs = torch.empty((len(rows), space.heads, space.head_dim), device=rows.device)
     taken = steps[request.first : request.end]
     for number, (row, step) in enumerate(zip(rows, taken, strict=True)):
-        x, b, c = row.split([space.inner, space.state_dim, space.state_dim])
+        x, b, c = torch.split(row, [space.inner, space.state_dim, space.state_dim])
         x = x.view(space.heads, space.head_dim)
         matrices.mul_(torch.exp(step * weights.decay)[:, None, None])
         matrices.add_((step[:, None] * x)[:, :, None] * b)

@@ -8,8 +8,10 @@ more.
 
 For infilling there are two more. Shortly before a prompt's end: the next prompt, some keystrokes
 later, has all but the last word of this one. And shortly before the end of the text that stands
-before the suffix: where prompts will part when more text moves there. The paper's eviction weighs what a state saves against
-its size; here the least recently used goes first (``kv.state_pool``).
+before the suffix: where prompts will part when more text moves there.
+
+The paper's eviction weighs what a state saves against its size; here the least recently used goes
+first (``kv.state_pool``).
 """
 
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ class SnapshotPolicy:
             keystroke by keystroke share a snapshot.
         margin: at least so many tokens follow such a place: the last word may be cut into other
             tokens when it is longer.
-        max_repeated: a place where prompts part, or will, gets a snapshot if the last one is more tokens
-            before it.
+        max_repeated: a place where prompts part, or will, gets a snapshot if the last one is more
+            tokens before it.
     """
 
     spacing: int = 32
