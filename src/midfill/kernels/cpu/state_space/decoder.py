@@ -5,6 +5,8 @@ they are: that file stays as it is, so nothing is compiled anew for other models
 each phase; there are no blocks of rows that a thread runs by itself.
 """
 
+from typing import Any
+
 import numpy as np
 
 from midfill.kernels.cpu.calls import call_kernel
@@ -113,7 +115,7 @@ def _forward_states(
             )  # fmt: skip
         end_phase(context, EMBED)
     for layer in range(stages.first_layer, stages.end_layer):
-        number = np.int64(weights.states.numbers[layer])
+        number: Any = np.int64(weights.states.numbers[layer])
         if number >= 0:
             _project_block(context, config, decoder, cache, number, batch, hidden, workspace)
             _attend(context, config, decoder, cache, number, batch, workspace, stages.attend_parts)
