@@ -169,11 +169,11 @@ class StateMachine(RuleBasedStateMachine):
         self.live.append(twin)
         return twin
 
-    @rule(holder=consumes(holders))
-    def release(self, holder: Holder) -> None:
+    @rule(holder=consumes(holders), is_passing=st.booleans())
+    def release(self, holder: Holder, is_passing: bool) -> None:
         """Ended, preempted or cancelled: the state goes on as the snapshot after its tokens."""
         before = self.states.snapshots
-        holder.kv.release(int32(holder.tokens[: holder.computed]))
+        holder.kv.release(int32(holder.tokens[: holder.computed]), is_passing=is_passing)
         assert self.states.snapshots >= before
         self.live.remove(holder)
 
@@ -198,6 +198,7 @@ class StateMachine(RuleBasedStateMachine):
         assert not states._holds
         kept = np.flatnonzero(states._after >= 0).tolist()
         assert sorted(kept) == sorted(states._order)
+        assert states._passing <= set(kept)
         numbers = [int(states._after[slot]) for slot in kept]
         assert len({*numbers, *(holder.kv.state for holder in self.live)}) == len(numbers) + len(
             self.live
@@ -252,6 +253,32 @@ def test_the_snapshot_used_least_recently_gives_its_place() -> None:
         for tokens in (first, second, third)
     }
     assert found == {1: 2, 2: 0, 3: 2}
+
+
+def test_a_prompt_in_parts_has_one_snapshot_and_no_copies() -> None:
+    one = pool(3)
+    assert one.states is not None
+    tokens = list(range(12))
+    computed(one, [0, 50]).release(int32([0, 50]))
+    computed(one, tokens[:3]).release(int32(tokens[:3]), is_passing=True)
+    for end in (6, 9, 12):
+        kv = SequenceKV(one, "", capacity=32)
+        assert kv.match_prefix(int32(tokens[: end - 3])) == end - 3
+        kv.start_state()
+        kv.reserve(3)
+        kv.state_tokens = end
+        kv.release(int32(tokens[:end]), is_passing=end < 12)
+        assert one.states.snapshots == 2
+    assert one.states.deepest(one.cache.find("", int32(tokens[:11]))) == 0
+    assert one.states.deepest(one.cache.find("", int32(tokens))) == 12
+    # Two that go on from there in one step can't both take it.
+    both = [SequenceKV(one, "", capacity=32) for _ in range(2)]
+    for kv in both:
+        kv.match_prefix(int32(tokens))
+    one.states._passing.add(int(both[0].slots[-1]))
+    for kv in both:
+        kv.start_state()
+    assert both[0].state != both[1].state
 
 
 def test_a_held_snapshot_stays_and_sequences_never_get_more_states_than_there_are() -> None:

@@ -271,12 +271,18 @@ class SequenceKV:
             twin.state_tokens = self.state_tokens
         return twin
 
-    def release(self, tokens: Int32Array) -> None:
-        """Cache the KV of ``tokens`` (see ``cache_prefix``) and release all slots."""
+    def release(self, tokens: Int32Array, *, is_passing: bool = False) -> None:
+        """Cache the KV of ``tokens`` (see ``cache_prefix``) and release all slots.
+
+        Args:
+            tokens: [n] int32, those that are computed.
+            is_passing: whether the sequence has only stopped there, and will go on.
+        """
         self.cache_prefix(tokens)
         states, state = self._pool.states, self.state
         if states is not None and state is not None and 0 < self.state_tokens == self.shared:
-            states.give(state, int(self._buffer[self.shared - 1]))
+            slot = int(self._buffer[self.shared - 1])
+            states.give(state, slot, is_passing=is_passing, low_priority=self.low_priority)
             self.state = None
         self.discard()
 

@@ -10,6 +10,10 @@ A snapshot is known by the KV slot of the token that it comes after. A slot in t
 one token in its place behind all tokens before it, whatever the tree does with its nodes; when the
 cache evicts it, the snapshot goes, too. That sequences need states comes before snapshots: the one
 used least recently gives its place.
+
+A prompt that stops somewhere, since it waits for the engine to be idle again, or was preempted or
+cancelled, leaves its state where nobody else is likely to start. Whoever goes on from there takes
+that state instead of a copy: a long prompt in many parts has one snapshot, not one per part.
 """
 
 from collections import Counter, OrderedDict
@@ -69,6 +73,7 @@ class StatePool:
         self._after: Int32Array = np.full(slots, _NONE, np.int32)
         self._order: OrderedDict[int, None] = OrderedDict()
         self._holds: Counter[int] = Counter()
+        self._passing: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -110,7 +115,9 @@ class StatePool:
             del self._holds[slot]
 
     def start(self, slot: int | None) -> int:
-        """Return a state for a sequence: a copy of the snapshot after a slot's token, or empty.
+        """Return a state for a sequence, of the snapshot after a slot's token, or an empty one.
+
+        It is a copy, unless the snapshot is of a prompt that has stopped there.
 
         Args:
             slot: of a snapshot that is held; None starts before the first token.
@@ -118,6 +125,8 @@ class StatePool:
         Raises:
             OutOfStatesError: sequences have, and hold, all states.
         """
+        if slot is not None and slot in self._passing and self._holds[slot] == 1:
+            return self._take_over(slot)
         state = self._take()
         if slot is None:
             self.store.clear(state)
@@ -151,12 +160,27 @@ class StatePool:
             return
         self._put(copied, slot)
 
-    def give(self, state: int, slot: int) -> None:
-        """Make a sequence's state, which it needs no more, the snapshot after a slot's token."""
+    def give(
+        self, state: int, slot: int, *, is_passing: bool = False, low_priority: bool = False
+    ) -> None:
+        """Make a sequence's state, which it needs no more, the snapshot after a slot's token.
+
+        Args:
+            state: the sequence's.
+            slot: of its last token, in the cache.
+            is_passing: whether the sequence has only stopped there.
+            low_priority: whether the snapshot gives its place before all others, until it is used.
+        """
         if self._is_known(slot):
             self.release(state)
-        else:
-            self._put(state, slot)
+            if not is_passing:
+                self._passing.discard(slot)
+            return
+        self._put(state, slot)
+        if is_passing:
+            self._passing.add(slot)
+        if low_priority:
+            self._order.move_to_end(slot, last=False)
 
     def added(self, root: CacheRoot, tokens: Int32Array, slots: Int32Array, after: int) -> None:
         """See ``CacheWatcher.added``: new tokens have no snapshots yet."""
@@ -178,6 +202,13 @@ class StatePool:
         self._after[slot] = state
         self._order[slot] = None
 
+    def _take_over(self, slot: int) -> int:
+        """Make a snapshot a sequence's state."""
+        self._forget(slot)
+        state = self._free.pop()
+        self._used.add(state)
+        return state
+
     def _take(self) -> int:
         if not self._free:
             oldest = next((slot for slot in self._order if slot not in self._holds), None)
@@ -191,4 +222,5 @@ class StatePool:
     def _forget(self, slot: int) -> None:
         self._free.append(int(self._after[slot]))
         self._after[slot] = _NONE
+        self._passing.discard(slot)
         del self._order[slot]

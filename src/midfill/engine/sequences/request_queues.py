@@ -158,7 +158,9 @@ class RequestQueues:
         """Release a sequence's slots; the KV it has computed stays cached."""
         if sequence.kv is not None:
             self.on_release(sequence)
-            sequence.kv.release(sequence.cache_keys(sequence.computed))
+            # Of an answer all but the last token is computed, when it ends.
+            is_passing = sequence.computed < sequence.length - 1
+            sequence.kv.release(sequence.cache_keys(sequence.computed), is_passing=is_passing)
         sequence.forget_kv()
 
     def finish(self, sequence: Sequence) -> None:
