@@ -36,6 +36,7 @@ COMMANDS = {
     "schedulers": "schedulers",
     "shape": "shapes",
     "soak": "reliability.soak",
+    "state-rows": "state_rows",
     "tables": "tables",
     "tenants": "tenants",
     "tiers": "tiers",

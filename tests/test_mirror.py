@@ -51,6 +51,10 @@ TESTED_THROUGH = {
         "runners/cpu/expert_memory",
     ),
     "kernels/cpu/latent/test_decoder.py": ("kernels/cpu/latent/projections",),
+    "kernels/cpu/state_space/test_decoder.py": (
+        "kernels/cpu/state_space/data",
+        "kernels/cpu/state_space/recurrence",
+    ),
     "kernels/cpu/test_kv_cache.py": ("kernels/cpu/bfloat16", "kernels/cpu/halves"),
     "kernels/cpu/test_linear.py": (
         "kernels/cpu/dots",

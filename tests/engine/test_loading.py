@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_checkpoints import VOCAB
+from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.config import ModelOptions
+from midfill.config import ModelOptions, WarmTierOptions
 from midfill.engine.loading import (
     load_engine,
     lookahead,
@@ -22,6 +22,7 @@ from midfill.engine.scheduling.policies.online_first import OnlineFirst
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.shortest_first import ShortestPromptFirst
+from midfill.errors import OptionError
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
@@ -104,3 +105,21 @@ def test_continuum_keeps_the_kv_of_an_answer_that_calls_a_tool(tiny_folder: Path
     seconds = engine.idle_seconds()
     assert seconds is not None
     assert 0.0 < seconds <= 1000.0
+
+
+def test_models_with_states_run_as_many_answers_as_states_allow_and_have_no_warm_tier(
+    tmp_path: Path,
+) -> None:
+    checkpoint = open_checkpoint(write_variant("granitehybrid", tmp_path))
+    assert checkpoint.config.state_space is not None
+    memory = 20 * checkpoint.config.state_space.state_bytes
+    options = ModelOptions(backend="torch", device="cpu", kv_memory=memory)
+    engine, runner, info = load_engine(checkpoint, options)
+    assert info.max_running == 5
+    assert info.kv_bytes == runner.kv_bytes
+    answers = serve(engine, [request(f"{n}", range(5, 25 + n)) for n in range(8)])
+    assert len(answers) == 8
+    tier = WarmTierOptions(memory=1 << 30)
+    with pytest.raises(OptionError, match=r"--warm-tier-memory .* layers with a state") as caught:
+        load_engine(checkpoint, ModelOptions(warm_tier=tier))
+    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ from client_prompts import CLIENT_PROMPTS, NEXT_EDIT_PROMPTS, ClientPrompt
 from midfill.frontend.prompt import with_token_stops
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
+from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 
@@ -65,6 +66,19 @@ def test_an_end_token_is_a_stop_only_where_it_would_not_end_the_answer(
         sampling = SamplingParams(stop=("<|endoftext|>",), ignore_eos=ignored)
         sampling = with_token_stops(sampling, [prompts.raw("x")], checkpoint.tokenizer)
         assert sampling.stop_token_ids == tokens
+
+
+def test_the_text_before_the_suffix_is_counted(prompts: PromptEncoder) -> None:
+    assert prompts.format is not None
+    assert prompts.format.suffix is not None
+    prefix = "def double(x):\n    return 2 * x\n\n" * 4
+    prompt = prompts.infill(
+        InfillRequest(prefix=prefix, suffix="\n\nprint(double(3))\n", layout="psm")
+    )
+    head = prompt.head_tokens
+    assert prompt.token_ids[head] == prompts.format.suffix.token_id
+    assert prompt.request("a", SamplingParams()).head_tokens == head > 20
+    assert prompts.raw(prefix).head_tokens == 0
 
 
 def test_text_is_left_alone(checkpoint: Checkpoint, prompts: PromptEncoder) -> None:

@@ -12,10 +12,14 @@ from midfill.runners.forward.runner import Runner
 
 @dataclass
 class Sequence:
-    """Tokens of one request, and the slots of those that have been computed, in order."""
+    """Tokens of one request, and the slots of those that have been computed, in order.
+
+    ``state`` is the number of its state, in models with states; None takes an empty one.
+    """
 
     tokens: list[int]
     slots: list[int] = field(default_factory=list)
+    state: int | None = None
 
     @property
     def remaining(self) -> int:
@@ -29,10 +33,11 @@ class Stepper:
         self.runner = runner
         self._free = list(range(runner.slots))
         random.Random(0).shuffle(self._free)
+        self._states = 0
 
     def pack(self, chunks: Iterable[tuple[Sequence, int]]) -> ForwardBatch:
         """A batch that computes the next ``count`` tokens of each sequence, all logits wanted."""
-        tokens, positions, write, slots = [], [], [], []
+        tokens, positions, write, slots, states = [], [], [], [], []
         queries, keys = [0], [0]
         for sequence, count in chunks:
             start = len(sequence.slots)
@@ -44,8 +49,24 @@ class Stepper:
             slots += sequence.slots
             queries.append(len(tokens))
             keys.append(len(slots))
+            states += self._state_of(sequence)
         arrays = (tokens, positions, write, queries, keys, slots, range(len(tokens)))
-        return ForwardBatch(*(np.array(array, np.int32) for array in arrays))
+        return ForwardBatch(
+            *(np.array(array, np.int32) for array in arrays), states=np.array(states, np.int32)
+        )
+
+    def new_state(self) -> int:
+        """Return the number of a state that no sequence has."""
+        self._states += 1
+        return self._states - 1
+
+    def _state_of(self, sequence: Sequence) -> list[int]:
+        if self.runner.states is None:
+            return []
+        if sequence.state is None:
+            sequence.state = self.new_state()
+            self.runner.states.clear(sequence.state)
+        return [sequence.state]
 
     def step(self, chunks: Iterable[tuple[Sequence, int]]) -> list[np.ndarray]:
         """Run one step; returns each chunk's logits [count, vocab]."""

@@ -65,6 +65,21 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
         "attention_multiplier": 0.25,
         "logits_scaling": 2.5,
     },
+    "granitehybrid": _HEADS_OF_HIDDEN
+    | {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 2.5,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 160,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 32,
+        "position_embedding_type": "nope",
+        "tie_word_embeddings": True,
+    },
     "qwen2": _HEADS_OF_HIDDEN | {"tie_word_embeddings": True},
     "qwen3": _WIDE_HEADS,
     "qwen2moe": _HEADS_OF_HIDDEN
@@ -136,6 +151,7 @@ _MODEL_TYPES = {
     "deepseekv3": "deepseek_v3",
     "gemma3": "gemma3_text",
     "gpt-oss": "gpt_oss",
+    "granitehybrid": "granitemoehybrid",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
@@ -183,6 +199,11 @@ VARIANTS: Mapping[str, Variant] = {
         },
     ),
     "granite": Variant("granite"),
+    "granitehybrid": Variant("granitehybrid"),
+    "granitehybrid-attention": Variant(
+        "granitehybrid",
+        {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+    ),
     "qwen2": Variant("qwen2"),
     "qwen2-windowed": Variant(
         "qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
@@ -237,10 +258,22 @@ TRAINED = [
     name
     for name, variant in VARIANTS.items()
     if variant.family
-    not in ("deepseek2", "deepseekv3", "gemma", "gemma3", "gpt-oss", "phi3", "qwen2moe", "qwen3moe")
+    not in (
+        "deepseek2",
+        "deepseekv3",
+        "gemma",
+        "gemma3",
+        "gpt-oss",
+        "granitehybrid",
+        "phi3",
+        "qwen2moe",
+        "qwen3moe",
+    )
 ]
 """Those that the lab can train."""
-"""Every architecture and switch midfill supports, for parametrised tests."""
+
+STATELESS = [name for name in VARIANTS if name != "granitehybrid"]
+"""Those without layers that have a state, so that any cached prefix can be continued."""
 
 
 def write_variant(name: str, folder: Path) -> Path:
@@ -320,7 +353,7 @@ def reference_model(folder: Path, context: int) -> "torch.nn.Module":
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     rotary = model.model.rotary_emb
-    if rotary.rope_type == "dynamic":
+    if rotary is not None and rotary.rope_type == "dynamic":
         # transformers grows theta with the longest sequence seen. midfill has it fixed at the
         # whole context's, so the reference is brought there and kept from going back.
         with torch.inference_mode():

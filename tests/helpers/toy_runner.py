@@ -40,6 +40,7 @@ class ToyRunner:
 
     logits_ops = NUMPY_LOGITS
     build = "toy"
+    states = None
 
     def __init__(
         self,

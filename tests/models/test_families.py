@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 from tiny_checkpoints import VARIANTS, write_variant
 
 from midfill.errors import CheckpointError
-from midfill.models.config import ModelConfig, RopeScaling, tensor_shapes
+from midfill.models.checkpoints.huggingface import SafetensorsFile, split_stacked
+from midfill.models.config import ModelConfig, RopeScaling, StateSpace, tensor_shapes
 from midfill.models.families import (
     FAMILIES,
     config_from_gguf,
@@ -189,8 +189,8 @@ class TestHuggingFace:
         folder = write_variant(variant, tmp_path)
         config = config_from_huggingface(json.loads((folder / "config.json").read_text()))
         names = huggingface_names(config)
-        with safe_open(folder / "model.safetensors", "np") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        entries = split_stacked(SafetensorsFile(folder / "model.safetensors").entries)
+        stored = {name: entry.shape for name, entry in entries.items()}
         assert {names[name]: shape for name, shape in tensor_shapes(config).items()} == stored
 
     @pytest.mark.parametrize(
@@ -315,7 +315,21 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
         values["expert_shared_feed_forward_length"] = config.experts.shared_ffn
     if config.family == "gpt-oss":  # whose windows follow from the architecture
         del values["attention.sliding_window_pattern"]
-    if config.family == "granite":
+    if config.state_space is not None:
+        space = config.state_space
+        values |= {
+            "attention.head_count_kv": [
+                config.kv_heads * (i in config.attention_layers) for i in range(config.layers)
+            ],
+            "ssm.conv_kernel": space.conv_width,
+            "ssm.state_size": space.state_dim,
+            "ssm.inner_size": space.inner,
+            "ssm.time_step_rank": space.heads,
+            "ssm.group_count": 1,
+        }
+    if config.family == "granitehybrid":
+        values["rope.scaling.finetuned"] = config.has_rope
+    if config.family in ("granite", "granitehybrid"):
         values["embedding_scale"] = config.embedding_multiplier
         values["residual_scale"] = config.residual_multiplier
         values["logit_scale"] = config.logits_divisor
@@ -341,6 +355,62 @@ GEMMA_270M: dict[str, object] = {
     "gemma3.attention.sliding_window": 512,
     "gemma3.rope.freq_base": 1000000.0,
 }
+
+
+GRANITE_H: dict[str, Any] = LLAMA | {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "hidden_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 2048,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 48,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 128,
+    "position_embedding_type": "nope",
+    "time_step_limit": [0.0, float("inf")],
+}
+
+
+class TestGraniteHybrid:
+    def test_most_layers_have_a_state_and_attention_knows_no_positions(self) -> None:
+        config = config_from_huggingface(GRANITE_H)
+        assert config.attention_layers == (2,)
+        assert config.state_space == StateSpace((0, 1, 3), 48, 32, 128, 4)
+        assert [config.state_space_of(i) is None for i in range(4)] == [False, False, True, False]
+        assert (config.ffn, config.has_rope) == (2048, False)
+
+    def test_a_model_all_of_whose_layers_have_attention_is_a_granite(self) -> None:
+        kinds = {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"}
+        config = config_from_huggingface(GRANITE_H | kinds)
+        assert config.state_space is None
+        assert config.has_rope
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_local_experts": 64}, "'num_local_experts' must be 0: .*350M, 1B, Micro"),
+            ({"num_local_experts": None}, "'num_local_experts' must be 0"),
+            ({"layer_types": ["mamba"] * 4}, "without any layer with attention"),
+            ({"layer_types": ["mamba", "attention"]}, "'layer_types' must name mamba or attention"),
+            ({"layer_types": ["mamba", "conv"] * 2}, "'layer_types' must name mamba or attention"),
+            ({"mamba_n_groups": 8}, "8 groups of heads is not supported"),
+            ({"mamba_d_conv": 1}, "a convolution over 1 row"),
+            ({"mamba_d_head": 64}, "must be 'mamba_expand' times 'hidden_size', 1536, not 3072"),
+            ({"mamba_proj_bias": True}, "'mamba_proj_bias' is not supported"),
+            ({"time_step_limit": [0.001, 0.1]}, "'time_step_limit' must be .0, Infinity."),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_supported_is_one_clear_line(
+        self, change: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=f"config.json: .*{message}") as caught:
+            config_from_huggingface(GRANITE_H | change)
+        assert "\n" not in str(caught.value)
 
 
 class TestGguf:
@@ -381,6 +451,9 @@ class TestGguf:
             expected = replace(expected, rope_scaling=actual.rope_scaling, swiglu_limit=7.0)
             assert actual.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
             assert not actual.rope_scaling.truncate
+        if expected.state_space is not None:  # GGUF has A itself
+            space = replace(expected.state_space, logarithmic=False)
+            expected = replace(expected, state_space=space)
         if variant == "llama-yarn":  # GGUF states the factor that the other format implies
             assert actual.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
             expected = replace(expected, rope_scaling=actual.rope_scaling)
@@ -452,7 +525,7 @@ class TestGguf:
 
     def test_which_families_interleave_the_rotary_halves(self) -> None:
         interleaved = {name for name, family in FAMILIES.items() if family.gguf_interleaved_rotary}
-        assert interleaved == {"llama", "granite"}
+        assert interleaved == {"llama", "granite", "granitehybrid"}
 
 
 PHI3: dict[str, Any] = LLAMA | {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_checkpoints import write_tiny
+from tiny_checkpoints import write_tiny, write_variant
 
 from midfill.config import ModelOptions
 from midfill.errors import CheckpointError, MidfillError, OptionError
@@ -18,7 +18,13 @@ from midfill.runners.cpu.packed_model import packed_size
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
-from midfill.runners.loading import choose_slots, load_runner, offloads_experts
+from midfill.runners.loading import (
+    choose_slots,
+    choose_states,
+    load_runner,
+    max_running,
+    offloads_experts,
+)
 from midfill.system.machine import available_memory
 
 SLOT_BYTES = 3 * 2 * 32 * 2 * 4  # layers, KV heads, head_dim, K and V, float32
@@ -197,3 +203,34 @@ def test_the_precision_of_kv_is_chosen(tiny_folder: Path) -> None:
 
 def test_there_is_memory() -> None:
     assert 2**20 < available_memory() < 2**50
+
+
+def test_states_take_half_of_the_memory_and_answers_half_of_the_states(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_variant("granitehybrid", tmp_path))
+    space = checkpoint.config.state_space
+    assert space is not None
+    memory = 21 * space.state_bytes
+    options = ModelOptions(kv_memory=memory, threads=1, device="cpu", backend="torch")
+    runner = load_runner(checkpoint, options)
+    assert runner.states is not None
+    assert runner.states.nbytes == 10 * space.state_bytes
+    slot = 2 * 2 * 32 * 4  # of one layer with attention: K and V, heads, numbers, bytes
+    assert runner.slots == 11 * space.state_bytes // slot
+    assert memory - slot < runner.kv_bytes <= memory
+    assert max_running(options, 10) == 5
+    few = ModelOptions(max_running=3, kv_memory=memory)
+    assert choose_states(checkpoint.config, few, 0) == 6
+    assert max_running(few, 6) == 3
+
+
+def test_memory_for_too_few_states_is_one_clear_line(tmp_path: Path, tiny_folder: Path) -> None:
+    config = open_checkpoint(write_variant("granitehybrid", tmp_path)).config
+    assert config.state_space is not None
+    size = config.state_space.state_bytes
+    with pytest.raises(
+        OptionError, match=f"--kv-memory, {6 * size} bytes, .* at least {8 * size} bytes"
+    ):
+        choose_states(config, ModelOptions(kv_memory=6 * size), 0)
+    with pytest.raises(OptionError, match="the free memory, 100 bytes, holds 0 states"):
+        choose_states(config, ModelOptions(), 100)
+    assert choose_states(open_checkpoint(tiny_folder).config, ModelOptions(), 100) == 0

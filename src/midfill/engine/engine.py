@@ -132,8 +132,8 @@ class Engine:
             eos_token_ids: token ids that end an answer, unless the request sets ``ignore_eos``.
             options: limits.
             policy: decides what each step runs, drafts excepted.
-            speculation: adds drafts to each step; None runs none. Answers are the same with and
-                without.
+            speculation: adds drafts to each step; None runs none, as models with states do.
+                Answers are the same with and without.
             step_limit: makes the chunks of prompts smaller where steps take long; None doesn't.
             token_bytes: returns a token's bytes, b"" for ids without text; None refuses requests
                 with ``begins_with``.
@@ -149,17 +149,24 @@ class Engine:
 
         Raises:
             InvalidRequestError: ``method`` is of several that can't stand together.
+            ValueError: so many sequences can't run, since each needs a state.
         """
+        states = runner.states
+        if states is not None and options.max_running >= states.count:
+            raise ValueError(
+                f"{options.max_running} running sequences need more than {states.count} states"
+            )
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
         self._policy = policy
-        self._speculation = speculation
+        # A state can't go back before tokens that turn out to be wrong.
+        self._speculation = speculation if states is None else None
         self._step_limit = step_limit
         self._prefill_share: int | None = None
         self._retention = retention
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         self._context = options.context_of(runner.config)
-        self._queues = RequestQueues(runner.slots, options.max_running, options.lookahead)
+        self._queues = RequestQueues(runner.slots, options.max_running, options.lookahead, states)
         self._clock, self._now = clock, -inf
         self._deadlines = Deadlines(self._queues.__contains__)
         self._methods = MethodKinds(runner, self._queues.pool, kinds)
@@ -443,7 +450,11 @@ class Engine:
 
     def _run_step(self, scheduled: list[ScheduledSequence]) -> StepOutputs | None:
         """Run a step; None if it was given up, and the sequences are as before it."""
-        if self.interrupted is None or not all(map(_may_be_given_up, scheduled)):
+        if (
+            self.interrupted is None
+            or self._runner.states is not None  # which have advanced in some layers then
+            or not all(map(_may_be_given_up, scheduled))
+        ):
             return run_step(self._runner, scheduled)
         ran = run_interruptible_step(self._runner, scheduled, self.interrupted)
         if ran is None:

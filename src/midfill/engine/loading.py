@@ -1,8 +1,11 @@
 """load_engine: from a checkpoint to an engine that is ready for requests."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping
+
+import msgspec
 
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
@@ -33,12 +36,15 @@ from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.models.checkpoints.model_store import command_options
 from midfill.models.checkpoints.opening import model_digest
+from midfill.models.config import ModelConfig
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.loading import load_runner
+from midfill.runners.loading import load_runner, max_running
 from midfill.runners.rope import ROPE_VERSION
 from midfill.system.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 _STEP_SECONDS = 0.075
 """Steps with prompts should take no longer: a keystroke's request may have to wait for one before
@@ -76,7 +82,15 @@ def load_engine(
     started = time.perf_counter() if started is None else started
     extra = {} if extra_methods is None else extra_methods
     allowed = AllowedMethods(options.allow_methods, options.method)
+    _check_state_options(checkpoint.config, options)
     runner = load_runner(checkpoint, options, progress)
+    if runner.states is not None:
+        running = max_running(options, runner.states.count)
+        options = msgspec.structs.replace(options, max_running=running)
+        _log.info(
+            "layers with a state: %d states of %d bytes, at most %d answers at a time, no drafts",
+            runner.states.count, runner.states.nbytes // runner.states.count, running,
+        )  # fmt: skip
     resolver = MethodResolver(lambda: _served_model(checkpoint, runner, options), allowed)
     source = IdentitySource(
         lambda: kv_identity(checkpoint, runner, options), options.warm_tier.scope
@@ -115,6 +129,22 @@ def load_engine(
         method=options.method,
     )
     return engine, runner, info
+
+
+def _check_state_options(config: ModelConfig, options: ModelOptions) -> None:
+    """Check that nothing is asked for that models with states can't do.
+
+    Raises:
+        OptionError: something is.
+    """
+    if config.state_space is None:
+        return
+    tier = options.warm_tier
+    if tier.memory or tier.disk:
+        raise OptionError(
+            "--warm-tier-memory and --warm-tier-disk are not possible with this model: it has"
+            " layers with a state, which a tier doesn't keep; leave them out"
+        )
 
 
 def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:

@@ -115,6 +115,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         contexts: numbers of the first token of each file that the prompt shows, in order, and of
             what follows them; empty if it shows none. Only methods that compute files apart from
             each other ask for it.
+        head_tokens: how many of the prompt's first tokens stand before the text after the caret, in
+            layouts that go on after it: when the caret has moved on, a longer head begins with
+            them. 0 says nothing.
         document: the planner's id of the document; "" if there is none. An engine of several
             machines keeps a document's KV in one place.
         answered: first tokens of the answer, which another engine has generated; the answer goes on
@@ -137,6 +140,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     score_from: int = 1
     contexts: tuple[int, ...] = ()
     method: str | None = None
+    head_tokens: int = 0
     document: str = ""
     answered: list[int] = []
     deadline: float | None = None

@@ -25,7 +25,7 @@ from midfill.engine.request import (
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.confidence import START_TOKENS, ConfidenceRule
-from midfill.infill.layout import LayoutName, PromptLayout
+from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import sentinel_texts
 from midfill.models.tokens.tokenizer import Tokenizer
@@ -150,6 +150,20 @@ class Prompt:
         return self.report is not None and self.report.layout == "verbatim"
 
     @property
+    def head_tokens(self) -> int:
+        """See ``EngineRequest``; 0 where no suffix follows the text before the caret."""
+        if self.layout is None or not self.parts:
+            return 0
+        tokens, head = len(self.parts[0]), 0
+        for segment, part in zip(self.layout.segments, self.parts[1:], strict=True):
+            tokens += len(part)
+            role = segment.role if isinstance(segment, TextSegment) else None
+            if role == "suffix":
+                return head
+            head = tokens if role == "prefix" else head
+        return 0
+
+    @property
     def document(self) -> str:
         """The planner's id of the document; "" if it keeps none."""
         return "" if self.layout is None else self.layout.document or ""
@@ -210,6 +224,7 @@ class Prompt:
             sent_at_once=sent_at_once,
             method=self.method,
             contexts=self.contexts,
+            head_tokens=self.head_tokens,
             document=self.document,
             deadline=deadline,
             hints=hints,
@@ -226,6 +241,7 @@ class Prompt:
             sampling=EngineSamplingParams(),
             tenant=tenant,
             background=True,
+            head_tokens=self.head_tokens,
             document=self.document,
         )
 

@@ -356,8 +356,11 @@ class PromptEncoder:
         return dataclasses.replace(request, context_files=files)
 
     def _expected(self, layout: PromptLayout | None) -> Prompt | None:
-        ids = [] if layout is None else self._layouts.encode(layout)
-        return Prompt(ids, "", layout=layout) if 0 < len(ids) < self.context else None
+        parts = [] if layout is None else self._layouts.encode_parts(layout)
+        ids = [token_id for part in parts for token_id in part]
+        if not 0 < len(ids) < self.context:
+            return None
+        return Prompt(ids, "", layout=layout, parts=tuple(parts))
 
     def record_computed(self, expected: Prompt) -> None:
         """Record that an expected prompt is in the engine's cache now."""

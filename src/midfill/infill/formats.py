@@ -154,7 +154,7 @@ FAMILIES: tuple[Family, ...] = (
         stop=("<|end_of_text|>", "<|fim_pad|>", "<|filename|>"),
         repository="<|reponame|>",
         file_separator="<|filename|>",
-        models=("granite",),
+        models=("granite", "granitehybrid"),
     ),
     Family(
         name="codegemma",

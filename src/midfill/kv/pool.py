@@ -4,6 +4,7 @@ import numpy as np
 
 from midfill.arrays import Int32Array
 from midfill.kv.radix_cache import RadixCache
+from midfill.kv.state_pool import StatePool, StateStore
 
 _MIN_NODES = 4096
 _TOKENS_PER_NODE = 8
@@ -20,12 +21,16 @@ class KVPool:
         slots: the free list.
         cache: the prefix cache; slots that it evicts return to the free list.
         max_nodes: maximum number of the cache's nodes after ``trim``.
+        states: room for states beside the slots; None for models without.
     """
 
-    def __init__(self, slots: int) -> None:
-        """Create a pool of ``slots`` free slots and an empty cache."""
+    def __init__(self, slots: int, states: StateStore | None = None) -> None:
+        """Create a pool of ``slots`` free slots, and free states, and an empty cache."""
         self.slots = SlotAllocator(slots)
         self.cache = RadixCache()
+        self.states = None if states is None else StatePool(states, slots)
+        if self.states is not None:
+            self.cache.watch(self.states)
         self.max_nodes = max(_MIN_NODES, slots // _TOKENS_PER_NODE)
 
     @property

@@ -176,7 +176,7 @@ class RadixCache:
         # entry (``queued``), so the heap is no larger than the tree.
         self._queue: list[tuple[bool, int, int, RadixNode]] = []
         self._pushes = 0
-        self._watcher: CacheWatcher | None = None
+        self._watchers: list[CacheWatcher] = []
 
     @property
     def tenants(self) -> int:
@@ -227,7 +227,7 @@ class RadixCache:
 
     def watch(self, watcher: CacheWatcher) -> None:
         """Tell ``watcher`` what is cached, and from now on whatever is cached and evicted."""
-        self._watcher = watcher
+        self._watchers.append(watcher)
         stack = [(node, -1) for root in self._roots.values() for node in root.children.values()]
         while stack:
             node, after = stack.pop()
@@ -276,8 +276,8 @@ class RadixCache:
         else:
             node = self._add_child(root, parent, tail, tail_slots, low_priority)
             self.evictable_tokens += len(tail)
-        if self._watcher is not None:
-            self._watcher.added(root, tail, tail_slots, int(found.slots[-1]) if known else -1)
+        for watcher in self._watchers:
+            watcher.added(root, tail, tail_slots, int(found.slots[-1]) if known else -1)
         return Insertion(np.concatenate((found.slots, tail_slots)), node, duplicates)
 
     def lock(self, node: RadixNode | None) -> None:
@@ -341,9 +341,9 @@ class RadixCache:
                 self._enqueue(node)
             else:
                 self._remove(node)
-        if self._watcher is not None:
+        for watcher in self._watchers:
             for slots in taken:
-                self._watcher.removed(slots)
+                watcher.removed(slots)
         return np.concatenate(taken) if taken else _EMPTY
 
     def evict_leaf(self) -> Int32Array:

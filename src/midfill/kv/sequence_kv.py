@@ -19,6 +19,9 @@ class SequenceKV:
     slots are those of later tokens only, and none of them is cached: their KV depends on what was
     left out.
 
+    In models with states, it also has the state after the tokens that it has computed. What it
+    leaves in the cache, it leaves with that state as a snapshot after the last of them.
+
     KV that was copied from elsewhere, or that attends to such KV, is not what its tokens give by
     themselves. It goes to a ``Branch`` of the cache, which begins after ``base`` exact tokens.
 
@@ -29,6 +32,8 @@ class SequenceKV:
         is_private: whether nothing of it may go to the cache, since layers lack tokens.
         low_priority: whether what it leaves in the cache is evicted before all that others use.
         prefix: what stands for the first tokens; None if they have slots like all others.
+        state: number of its state; None before ``start_state``, and in models without.
+        state_tokens: how many tokens the state has seen.
     """
 
     def __init__(
@@ -53,6 +58,9 @@ class SequenceKV:
         self.shared = 0
         self.base = 0
         self.prefix: CompressedPrefix | None = None
+        self.state: int | None = None
+        self.state_tokens = 0
+        self._snapshot: int | None = None  # the slot before the one that is held
         self._pool = pool
         self.is_private = is_private
         self.low_priority = low_priority
@@ -89,10 +97,45 @@ class SequenceKV:
     def match_prefix(self, tokens: Int32Array) -> int:
         """Lock and share the longest cached prefix of [n] int32 ``tokens``; return its length.
 
-        May be called once, while no slots are held.
+        May be called once, while no slots are held. In models with states, the prefix has to end
+        where a snapshot is, which is held until ``start_state``.
         """
         self._node = self._share(tokens)
+        if self._pool.states is not None and self.shared:
+            slot = int(self._buffer[self.shared - 1])
+            self._pool.states.hold(slot)
+            self._snapshot = slot
         return self.shared
+
+    @property
+    def state_is_ahead(self) -> bool:
+        """Whether its state has seen tokens that it has no slots for any more."""
+        return self.state is not None and self.state_tokens > self.reserved
+
+    def start_state(self) -> None:
+        """Take a state, in models that have any: that of the shared tokens.
+
+        Raises:
+            OutOfStatesError: other sequences have, and hold, all states.
+        """
+        states = self._pool.states
+        if states is None:
+            return
+        self.state = states.start(self._snapshot)
+        self.state_tokens = self.shared
+        self._drop_hold()
+
+    def keep_snapshot(self) -> None:
+        """Copy the state as a snapshot after its tokens, which the cache holds; if there is room.
+
+        Raises:
+            ValueError: the cache doesn't hold just these tokens.
+        """
+        if self._pool.states is None or self.state is None:
+            return
+        if not 0 < self.state_tokens == self.shared:
+            raise ValueError(f"a state of {self.state_tokens} tokens after {self.shared} cached")
+        self._pool.states.snapshot(self.state, int(self._buffer[self.shared - 1]))
 
     def match_branch(self, tokens: Int32Array, branch: Branch) -> int:
         """Lock and share a branch and what it begins after, as far as [n] int32 ``tokens`` go.
@@ -223,11 +266,24 @@ class SequenceKV:
         twin.prefix = None if self.prefix is None else self.prefix.share()
         for node in self.nodes:
             self._pool.cache.lock(node)
+        if self._pool.states is not None and self.state is not None:
+            twin.state = self._pool.states.fork(self.state)
+            twin.state_tokens = self.state_tokens
         return twin
 
-    def release(self, tokens: Int32Array) -> None:
-        """Cache the KV of ``tokens`` (see ``cache_prefix``) and release all slots."""
+    def release(self, tokens: Int32Array, *, is_passing: bool = False) -> None:
+        """Cache the KV of ``tokens`` (see ``cache_prefix``) and release all slots.
+
+        Args:
+            tokens: [n] int32, those that are computed.
+            is_passing: whether the sequence has only stopped there, and will go on.
+        """
         self.cache_prefix(tokens)
+        states, state = self._pool.states, self.state
+        if states is not None and state is not None and 0 < self.state_tokens == self.shared:
+            slot = int(self._buffer[self.shared - 1])
+            states.give(state, slot, is_passing=is_passing, low_priority=self.low_priority)
+            self.state = None
         self.discard()
 
     def discard(self) -> None:
@@ -236,7 +292,16 @@ class SequenceKV:
         if self.prefix is not None:
             self.prefix.release()
         self.prefix = None
+        if self._pool.states is not None and self.state is not None:
+            self._pool.states.release(self.state)
+        self.state = None
+        self._drop_hold()
         self._unlock()
+
+    def _drop_hold(self) -> None:
+        if self._pool.states is not None and self._snapshot is not None:
+            self._pool.states.drop_hold(self._snapshot)
+        self._snapshot = None
 
     def _unlock(self) -> None:
         """Share nothing any more."""

@@ -54,6 +54,7 @@ class MethodKinds:
         """
         self._slots = runner.slots
         self._shares_values = runner.config.vectors_per_cell == 1
+        self._has_states = runner.states is not None
         self._longest = max(_TRIAL_TOKENS, runner.config.context)
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
@@ -112,6 +113,11 @@ class MethodKinds:
         if self._shares_values:
             raise InvalidRequestError(
                 "methods are not possible with latent attention, whose keys are values, too",
+                param="method",
+            )
+        if self._has_states:
+            raise InvalidRequestError(
+                "methods are not possible with models whose layers have a state instead of KV",
                 param="method",
             )
         found = [

@@ -128,6 +128,65 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class StateSpace:
+    """Mamba-2 in the place of some layers' attention.
+
+    Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+    Structured State Space Duality", 2024, arXiv 2405.21060, section 7.
+
+    Such a layer keeps no KV but a state of one size, however many tokens it has seen: of each head
+    a matrix S, and of a short causal convolution its last inputs. Of a row, W_in gives z, [x, B, C]
+    and dt. After the convolution and SiLU of [x, B, C], each head computes, with dt = softplus(dt +
+    dt_bias) and a number A below 0 of its own,
+
+        S = exp(dt A) S + dt x B^T,    y = S C + D x,
+
+    and the layer's output is W_out norm(y * silu(z)).
+
+    Attributes:
+        layers: those that have it, ascending; the others have attention.
+        heads, head_dim: of x, y and z.
+        state_dim: numbers of B and of C, which all heads share.
+        conv_width: inputs that an output of the convolution depends on, its own row's included.
+        conv_bias: whether the convolution has a bias.
+        logarithmic: whether the checkpoint has log(-A), as Hugging Face's do, or A, as GGUF files.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    state_dim: int
+    conv_width: int
+    conv_bias: bool = True
+    logarithmic: bool = True
+
+    @property
+    def inner(self) -> int:
+        """Numbers of x, of y and of z."""
+        return self.heads * self.head_dim
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of a row that go through the convolution: x, B and C."""
+        return self.inner + 2 * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Numbers that are computed of a hidden row: z, x, B, C and dt."""
+        return self.inner + self.mixed + self.heads
+
+    @property
+    def layer_floats(self) -> int:
+        """Numbers of one layer's state."""
+        return (self.conv_width - 1) * self.mixed + self.inner * self.state_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state, all layers together; it is kept in float32."""
+        return 4 * len(self.layers) * self.layer_floats
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder with grouped-query attention and rotary positions.
 
@@ -147,6 +206,8 @@ class ModelConfig:
         tied_embeddings: whether the LM head is the embedding.
         rotated: numbers of a head that the rotary embedding turns; None for all. The others come
             first in each half, and their pairs don't turn.
+        has_rope: whether queries and keys are rotated at all. Where they are not, attention knows
+            positions by what its layers see alone.
         rope_theta, rope_scaling: base and scaling of the rotary embedding.
         local_rope_theta: base in windowed layers, which have no scaling then; None is as elsewhere.
         sliding_window: number of keys a query sees in windowed layers, itself included; None for
@@ -158,6 +219,7 @@ class ModelConfig:
         experts: the mixtures of experts that stand in the place of MLPs; None for dense models.
         latent: multi-head latent attention in the place of grouped-query attention; None for other
             models.
+        state_space: what some layers have instead of attention; None for other models.
         eos_token_ids, bos_token_id: as stated by the checkpoint.
     """
 
@@ -181,6 +243,7 @@ class ModelConfig:
     post_norms: bool = False
     tied_embeddings: bool = False
     rotated: int | None = None
+    has_rope: bool = True
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     local_rope_theta: float | None = None
@@ -194,6 +257,7 @@ class ModelConfig:
     swiglu_limit: float = 7.0
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    state_space: StateSpace | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -239,6 +303,17 @@ class ModelConfig:
         """The layers with a mixture of experts."""
         return tuple(i for i in range(self.layers) if self.experts_of(i) is not None)
 
+    def state_space_of(self, layer: int) -> StateSpace | None:
+        """Return what a layer has instead of attention, None where it has attention."""
+        if self.state_space is None or layer not in self.state_space.layers:
+            return None
+        return self.state_space
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention, which are those that keep KV, ascending."""
+        return tuple(i for i in range(self.layers) if self.state_space_of(i) is None)
+
     def is_local(self, layer: int) -> bool:
         """Return whether a layer's rotary embedding has the base of windowed layers."""
         return self.local_rope_theta is not None and self.window_of(layer) is not None
@@ -264,9 +339,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    space = config.state_space_of(layer)
     shapes = {
         **_norm_shapes(config, "attn_norm"),
-        **_attention_shapes(config),
+        **(_attention_shapes(config) if space is None else _state_space_shapes(config, space)),
         **_norm_shapes(config, "mlp_norm"),
     }
     experts = config.experts_of(layer)
@@ -316,6 +392,19 @@ def _latent_shapes(config: ModelConfig, latent: LatentAttention) -> dict[str, Sh
         "q_a_norm.weight": (rank,),
         "q_b.weight": (heads * latent.query_dim, rank),
     }
+
+
+def _state_space_shapes(config: ModelConfig, space: StateSpace) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {
+        "ssm_in.weight": (space.projected, config.hidden),
+        "ssm_conv.weight": (space.mixed, space.conv_width),
+        "ssm.A_log" if space.logarithmic else "ssm.A": (space.heads,),
+        "ssm.D": (space.heads,),
+        "ssm.dt_bias": (space.heads,),
+        "ssm_norm.weight": (space.inner,),
+        "ssm_out.weight": (config.hidden, space.inner),
+    }
+    return shapes | {"ssm_conv.bias": (space.mixed,)} if space.conv_bias else shapes
 
 
 def _mlp_shapes(config: ModelConfig, prefix: str, ffn: int) -> dict[str, Shape]:

@@ -22,6 +22,7 @@ def read_decoder(
     experts: Experts | None = None,
     head_dim: int | None = None,
     reads_partial_rotary: bool = False,
+    kv_heads: int | None = None,
 ) -> ModelConfig:
     """Read the part that all architectures write alike.
 
@@ -38,6 +39,7 @@ def read_decoder(
         experts: from ``read_experts``, for families that have any.
         head_dim: of a key, for families in which it differs from a value's.
         reads_partial_rotary: whether the family reads which part of a head is rotated.
+        kv_heads: for families whose files list them layer by layer.
 
     Raises:
         CheckpointError: a key is missing, malformed or asks for something unsupported.
@@ -59,7 +61,7 @@ def read_decoder(
         layers=fields.size("block_count"),
         hidden=hidden,
         query_heads=heads,
-        kv_heads=fields.size("attention.head_count_kv", heads),
+        kv_heads=kv_heads or fields.size("attention.head_count_kv", heads),
         head_dim=head_dim,
         ffn=fields.size("feed_forward_length"),
         vocab=shapes["embed.weight"][0],

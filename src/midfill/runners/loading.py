@@ -42,6 +42,10 @@ _WEIGHTS_SHARE = 0.95
 """Of the free memory that weights may take: a step needs some, too."""
 _MIN_SLOTS = 16
 """Fewer are taken for a mistake: no prompt fits."""
+_STATE_SHARE = 0.5
+"""Of the KV memory, in models with states: a snapshot is as large as the KV of some thousand tokens
+and saves computing at least as many."""
+_MIN_STATES = 4
 
 
 def load_runner(
@@ -88,12 +92,14 @@ def _load_cpu(
     offload = offloads_experts(checkpoint, options, size, reported_memory())
     held = size.total - size.experts if offload else size.total
     for_kv = min(free * _CPU_SHARE, max(free - held, 0) * _LEFT_SHARE)
-    slots = choose_slots(config, options, for_kv, slot_bytes(config, kv_cache_dtype))
+    states = choose_states(config, options, for_kv)
+    slots = choose_slots(config, options, for_kv, slot_bytes(config, kv_cache_dtype), states)
     return CpuRunner(
         config,
         load_packed(checkpoint, options.weights, progress, offload_experts=offload),
         kv_cache_dtype,
         slots=slots,
+        states=states,
         threads=options.threads,
         max_rows=max(options.token_budget, options.max_running),
         progress=progress,
@@ -175,8 +181,46 @@ def check_kv_memory(kv_memory: int | None, free_bytes: int) -> None:
         )
 
 
+def choose_states(config: ModelConfig, options: ModelOptions, free_bytes: float) -> int:
+    """Return the number of states of sequences and snapshots; 0 for models without.
+
+    Args:
+        config: the model.
+        options: ``kv_memory``, ``memory_share`` and ``max_running`` are used.
+        free_bytes: what KV and states may take if ``kv_memory`` is not set.
+
+    Raises:
+        OptionError: the memory holds too few.
+    """
+    space = config.state_space
+    if space is None:
+        return 0
+    room = options.kv_memory or int(free_bytes * options.memory_share)
+    states = int(room * _STATE_SHARE) // space.state_bytes
+    if states < _MIN_STATES:
+        least = int(_MIN_STATES * space.state_bytes / _STATE_SHARE)
+        what = "the free memory" if options.kv_memory is None else "--kv-memory"
+        raise OptionError(
+            f"{what}, {room} bytes, holds {states} states of this model, at {space.state_bytes}"
+            f" bytes per sequence or snapshot; it takes at least {least} bytes, half of them for KV"
+        )
+    return min(states, 2 * options.max_running)
+
+
+def max_running(options: ModelOptions, states: int) -> int:
+    """Return how many sequences may run where each has one of so many states.
+
+    At least as many states are left for snapshots.
+    """
+    return min(options.max_running, states // 2)
+
+
 def choose_slots(
-    config: ModelConfig, options: ModelOptions, free_bytes: float, slot_bytes: int
+    config: ModelConfig,
+    options: ModelOptions,
+    free_bytes: float,
+    slot_bytes: int,
+    states: int = 0,
 ) -> int:
     """Return the number of KV slots for ``options.kv_memory``, or for the free memory.
 
@@ -185,16 +229,19 @@ def choose_slots(
         options: ``kv_memory``, ``memory_share`` and ``context`` are used.
         free_bytes: what the KV cache may take if ``kv_memory`` is not set.
         slot_bytes: bytes of one token's KV.
+        states: how many states take some of that memory.
 
     Raises:
         OptionError: ``kv_memory`` holds no useful number of tokens.
         MidfillError: the free memory holds none.
     """
     context = options.context or config.context
+    taken = 0 if config.state_space is None else states * config.state_space.state_bytes
     if options.kv_memory is not None:
-        slots = options.kv_memory // slot_bytes
+        slots = (options.kv_memory - taken) // slot_bytes
     else:
-        slots = min(int(free_bytes * options.memory_share) // slot_bytes, _MAX_CONTEXTS * context)
+        room = int(free_bytes * options.memory_share) - taken
+        slots = min(room // slot_bytes, _MAX_CONTEXTS * context)
     if slots >= _MIN_SLOTS:
         return slots
     held = f"KV of {slots} tokens of this model, at {slot_bytes} bytes each"
@@ -240,9 +287,10 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
         budget = free * _CPU_SHARE
     config = checkpoint.config
     entry = config.vectors_per_cell * config.head_dim * dtype.itemsize
-    token_bytes = config.layers * config.kv_heads * entry
-    slots = choose_slots(config, options, budget, token_bytes)
-    return TorchRunner(checkpoint, slots=slots, device=device, dtype=dtype)
+    token_bytes = len(config.attention_layers) * config.kv_heads * entry
+    states = choose_states(config, options, budget)
+    slots = choose_slots(config, options, budget, token_bytes, states)
+    return TorchRunner(checkpoint, slots=slots, states=states, device=device, dtype=dtype)
 
 
 def _free_on_gpu(device: str) -> int:

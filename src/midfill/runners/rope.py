@@ -48,6 +48,15 @@ def rope_tables(
     return cos, sin
 
 
+def model_tables(config: ModelConfig) -> list[tuple[Float32Array, Float32Array]]:
+    """Return the tables of all positions, then those of local layers, if the model has any."""
+    length = config.context if config.has_rope else 1
+    tables = [rope_tables(config, length)]
+    if config.local_rope_theta is not None:
+        tables.append(rope_tables(config, length, local=True))
+    return tables
+
+
 def layer_frequencies(config: ModelConfig) -> Float32Array:
     """Return each layer's radians per position: float32 [layers, head_dim / 2].
 
@@ -63,10 +72,14 @@ def layer_frequencies(config: ModelConfig) -> Float32Array:
 def rope_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[Float32Array, float]:
     """Return radians per position [rotary_dim / 2], and the factor of cosines and sines.
 
+    Without a rotary embedding nothing turns, so one table of position 0 does for all positions.
+
     Args:
         config: the model.
         local: those of layers with ``ModelConfig.is_local``, if there are any.
     """
+    if not config.has_rope:
+        return np.zeros(config.rotary_dim // 2, np.float32), 1.0
     scaling = config.rope_scaling
     theta, dim = config.rope_theta, config.rotary_dim
     if local and config.local_rope_theta is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ggml_blocks import with_bad_scale
 from requantized_checkpoint import RequantizedCheckpoint
-from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_tiny, write_variant
+from tiny_checkpoints import STATELESS, VOCAB, reference_model, write_tiny, write_variant
 
 from midfill.config import KVCacheDtypeName
 from midfill.errors import CheckpointError
@@ -27,7 +27,7 @@ from midfill.stored_tensor import StoredTensor
 SLOTS = 400
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=STATELESS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_variant(request.param, tmp_path_factory.mktemp(request.param))
 

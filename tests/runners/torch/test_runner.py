@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from packed_steps import Sequence, Stepper
-from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_tiny, write_variant
+from tiny_checkpoints import STATELESS, VOCAB, reference_model, write_tiny, write_variant
 
 from midfill.errors import OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=STATELESS)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> Subject:

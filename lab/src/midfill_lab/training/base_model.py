@@ -63,7 +63,8 @@ def transformers_config(config: ModelConfig) -> Any:
 
     family = FAMILIES[config.family]
     is_stored_otherwise = family.norm_offset or family.fused_projections
-    if is_stored_otherwise or config.experts is not None or config.latent is not None:
+    has_other_layers = config.experts or config.latent or config.state_space
+    if is_stored_otherwise or has_other_layers:
         raise MidfillError(f"models of the family {config.family} can't be trained here yet")
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from midfill.arrays import Int32Array
 from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.scheduling.policies.deficit_round_robin import DeficitRoundRobin
+from midfill.engine.scheduling.policies.snapshot_policy import SnapshotPolicy
 from midfill.engine.scheduling.scheduler import RunningSequence, ScheduleState, WaitingSequence
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.sequences.waiting_queue import WaitingQueue
@@ -15,6 +16,7 @@ from midfill.kv.branches import Branch
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import CachedPrefix
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.kv.state_pool import StateStore
 
 
 class RequestQueues:
@@ -33,7 +35,13 @@ class RequestQueues:
         on_release: called with a sequence before it leaves its KV to the cache.
     """
 
-    def __init__(self, slots: int, max_running: int, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_running: int,
+        lookahead: int = 0,
+        states: StateStore | None = None,
+    ) -> None:
         """Create empty queues.
 
         Args:
@@ -41,8 +49,10 @@ class RequestQueues:
             max_running: maximum number of sequences that hold slots at a time.
             lookahead: how many queued sequences a policy sees at least, even if fewer could be
                 admitted, so that it can choose among them.
+            states: the runner's; None for models without.
         """
-        self.pool = KVPool(slots)
+        self.pool = KVPool(slots, states)
+        self._snapshots = SnapshotPolicy()
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(DeficitRoundRobin())
@@ -133,6 +143,10 @@ class RequestQueues:
             sequence.reused_tokens = sequence.computed - kv.base
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed - sequence.reused_tokens
+        if self.pool.states is not None:
+            sequence.snapshots = self._snapshots.positions(
+                sequence.length, sequence.computed, found.known, sequence.head_tokens
+            )
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the head of the queue and release its slots."""
@@ -144,7 +158,9 @@ class RequestQueues:
         """Release a sequence's slots; the KV it has computed stays cached."""
         if sequence.kv is not None:
             self.on_release(sequence)
-            sequence.kv.release(sequence.cache_keys(sequence.computed))
+            # Of an answer all but the last token is computed, when it ends.
+            is_passing = sequence.computed < sequence.length - 1
+            sequence.kv.release(sequence.cache_keys(sequence.computed), is_passing=is_passing)
         sequence.forget_kv()
 
     def finish(self, sequence: Sequence) -> None:
@@ -202,7 +218,8 @@ class RequestQueues:
             WaitingSequence(
                 sequence.sequence_id,
                 sequence.length,
-                sequence.prefill,
+                # A state has seen its tokens in all layers, so it can only be kept between chunks.
+                sequence.prefill if self.pool.states is None else "chunks",
                 self._next_chunk(sequence),
                 sequence.method.slots_needed(sequence.length),
                 sequence.tenant,
@@ -314,16 +331,23 @@ class FoundPrefix(NamedTuple):
         tokens: [n] int32, those whose KV may come from it, a view.
         cached: how much of it there is.
         branch: KV that isn't exact, which the sequence continues; mostly None.
+        known: how many tokens have KV in the cache; more than ``cached`` says where states are
+            needed, too, and the last snapshot comes before.
     """
 
     tokens: Int32Array
     cached: CachedPrefix
     branch: Branch | None = None
+    known: int = 0
 
 
 def look_up(sequence: Sequence, pool: KVPool) -> FoundPrefix:
     """Return what a queued sequence would find in the cache; changes nothing."""
     tokens, root, method = sequence.matchable_tokens, sequence.cache_root, sequence.method
+    if pool.states is not None:
+        slots = pool.cache.find(root, tokens)
+        tokens = tokens[: pool.states.deepest(slots)]
+        return FoundPrefix(tokens, pool.cache.peek(root, tokens), known=len(slots))
     exact = pool.cache.peek(root, tokens)
     if method.is_null:
         return FoundPrefix(tokens, exact)

@@ -54,6 +54,9 @@ class Sequence:
         layer_rows: tokens that have gone through some layers only.
         interrupted: whether it was preempted between two layers, which lost what was computed; it
             is prefilled in chunks from then on.
+        head_tokens: see ``EngineRequest``.
+        snapshots: after how many tokens a prefill stops, so that a copy of its state is kept there;
+            empty in models without states.
         background: whether the prompt is only to be cached; such a sequence holds slots during a
             step only.
         constraint: what the next tokens have to spell; None if they are free.
@@ -89,6 +92,7 @@ class Sequence:
         "decoding",
         "empty_check",
         "empty_probability",
+        "head_tokens",
         "hints",
         "interrupted",
         "kv",
@@ -107,6 +111,7 @@ class Sequence:
         "reused_tokens",
         "score_from",
         "sequence_id",
+        "snapshots",
         "stop_token_ids",
         "tenant",
     )
@@ -151,6 +156,8 @@ class Sequence:
         self.by_layers = False
         self.layer_rows: LayerRows | None = None
         self.interrupted = False
+        self.head_tokens = request.head_tokens
+        self.snapshots: tuple[int, ...] = ()
         self.constraint: HealingConstraint | None = None
         self.empty_check: EmptyAnswerCheck | None = None
         self.empty_probability: float | None = None
@@ -215,6 +222,8 @@ class Sequence:
     def barrier(self) -> int:
         """Number of tokens that a step must not go beyond."""
         barrier = self.method.barrier(self)
+        if self.snapshots:
+            return next((end for end in self.snapshots if end > self.computed), self.max_length)
         return self.max_length if barrier is None else barrier
 
     @property

@@ -159,6 +159,7 @@ class BatchRows(NamedTuple):
         visible_slots: [rows] int32; None where the rows are those of the last slots.
         logit_rows, observed_rows: counted from its first row.
         plan: what it attends to beside its slots, or which keys; None if there is nothing to say.
+        state: number of its state; None in models without.
     """
 
     token_ids: Int32Array
@@ -169,6 +170,7 @@ class BatchRows(NamedTuple):
     logit_rows: Iterable[int]
     observed_rows: Iterable[int]
     plan: AttentionPlan | None = None
+    state: int | None = None
 
 
 def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
@@ -224,6 +226,7 @@ def _decode_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
         logit_rows=every_row[:-1],
         observed_rows=_NO_NUMBERS,
         visible_slots=_NO_NUMBERS,
+        states=_states([sequence.held.state for sequence in sequences]),
     )
 
 
@@ -246,6 +249,7 @@ def pack(parts: SequenceOf[BatchRows]) -> ForwardBatch:
         logit_rows=np.array(logit_rows, dtype=np.int32),
         observed_rows=np.array(observed, dtype=np.int32),
         attention=_plans(parts),
+        states=_states([part.state for part in parts]),
     )
     if all(part.visible_slots is None for part in parts):
         return batch
@@ -273,6 +277,7 @@ def _rows_of(entry: ScheduledSequence) -> BatchRows:
         logit_rows=entry.logit_rows(),
         observed_rows=observed_rows(entry),
         plan=rows.plan,
+        state=kv.state,
     )
 
 
@@ -304,12 +309,18 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
         logit_rows=places[:logits],
         observed_rows=places[logits:],
         plan=arranged.plan,
+        state=kv.state,
     )
 
 
 def observed_rows(entry: ScheduledSequence) -> range:
     """Return which of a sequence's rows in a step have their queries observed."""
     return entry.sequence.method.observed_rows(entry.sequence, entry.tokens, entry.drafted)
+
+
+def _states(numbers: SequenceOf[int | None]) -> Int32Array:
+    """Return each request's state; nothing in models without."""
+    return np.array([number for number in numbers if number is not None], np.int32)
 
 
 def _plans(parts: SequenceOf[BatchRows]) -> tuple[AttentionPlan | None, ...]:

@@ -59,6 +59,9 @@ class PlanExecution:
         )
         for chunk in plan.background:
             self._queues.match_prefix(sequences[chunk.sequence_id])
+        # Likewise for snapshots, which give their places to the states of sequences.
+        for sequence in (*admitted, *(sequences[chunk.sequence_id] for chunk in plan.background)):
+            sequence.held.start_state()
         slots = pool.allocate(len(plan.decodes)).tolist()
         for sequence_id, slot in zip(plan.decodes, slots, strict=True):
             sequences[sequence_id].held.append(slot)

@@ -65,6 +65,7 @@ class StepCommit:
         sequence.computed += entry.tokens
         if not sequence.method.is_null:
             sequence.computed = sequence.method.committed(sequence)
+        sequence.held.state_tokens = sequence.computed
         if sequence.background:
             self._counters.background_tokens += entry.tokens
             finished = sequence.computed == sequence.length
@@ -72,6 +73,8 @@ class StepCommit:
             return self._queues.end(sequence, "stop") if finished else []
         if not entry.sampled:
             sequence.held.cache_prefix(sequence.cache_keys(sequence.computed))
+            if sequence.computed in sequence.snapshots:
+                sequence.held.keep_snapshot()
             if not sequence.method.is_null:
                 return self._decide_prefilling(sequence)
         return []
@@ -165,4 +168,6 @@ class StepCommit:
         if verification.finish_reason is not None:
             self._queues.finish(sequence)
             self._on_finish(sequence, verification.finish_reason)
+        elif sequence.kv is not None and sequence.kv.state_is_ahead:
+            self._execution.preempt(sequence)  # a state can't forget; it starts from a snapshot
         return verification.output()

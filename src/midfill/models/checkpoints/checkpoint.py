@@ -8,7 +8,12 @@ Canonical names (weights are [out_features, in_features], rotary halves in NEOX 
     layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight    layers.{i}.attn.sinks
     layers.{i}.{gate,up,down}.weight|bias   (no gate when the MLP is not gated)
 
-and in the place of the last line, where a layer has a mixture of experts:
+in the place of q, k, v and o, where a layer has a state space instead of attention:
+
+    layers.{i}.{ssm_in,ssm_out}.weight      layers.{i}.ssm_conv.weight|bias
+    layers.{i}.ssm.{A_log,D,dt_bias} (or A) layers.{i}.ssm_norm.weight
+
+and in the place of the last line, where it has a mixture of experts:
 
     layers.{i}.router.weight|bias           layers.{i}.experts.{e}.{gate,up,down}.weight|bias
     layers.{i}.shared_router.weight         layers.{i}.shared.{gate,up,down}.weight

@@ -69,6 +69,11 @@ _LAYER_NAMES = {
     "attn_k_norm": "k_norm",
     "attn_sinks": "attn",
     "post_attention_norm": "attn_post_norm",
+    "ssm_in": "ssm_in",
+    "ssm_conv1d": "ssm_conv",
+    "ssm_dt": "ssm",
+    "ssm_norm": "ssm_norm",
+    "ssm_out": "ssm_out",
     "ffn_norm": "mlp_norm",
     "post_ffw_norm": "mlp_post_norm",
     "ffn_gate": "gate",
@@ -85,10 +90,19 @@ _STACKED_NAMES = {f"ffn_{part}_exps": part for part in ("gate", "up", "down")}
 """Matrices of all experts of a layer, one after the other: [experts, out, in]."""
 _HEADS = ("k_b.weight", "v_b.weight")
 """Matrices of all heads of a layer: [heads, out, in]. They are returned one below the other."""
-_LEAVES = {"exp_probs_b": "e_score_correction_bias", "attn_sinks": "sinks"}
+_LEAVES = {
+    "exp_probs_b": "e_score_correction_bias",
+    "attn_sinks": "sinks",
+    "ssm_dt": "dt_bias",
+}
 """What is called "bias" or "weight" and is none of a product."""
+_BARE_NAMES = {"ssm_a": "ssm.A", "ssm_d": "ssm.D"}
+"""Vectors that are called neither weight nor bias."""
+_VECTORS = ("ssm.A", "ssm.D", "ssm_norm.weight")
+"""Vectors that files have as matrices: [n, 1], or by groups of heads, of which there is one."""
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|bias)")
+_BARE = re.compile(rf"blk\.(?P<layer>\d+)\.(?P<module>{'|'.join(_BARE_NAMES)})")
 _STACKED = re.compile(
     rf"blk\.(?P<layer>\d+)\.(?P<module>{'|'.join(_STACKED_NAMES)})\.(?P<leaf>weight|bias)"
 )
@@ -282,6 +296,8 @@ class GgufCheckpoint:
                 shape = (1, *entry.shape) if is_row else entry.shape
                 if name.endswith(_HEADS) and len(shape) == 3:
                     shape = (shape[0] * shape[1], shape[2])
+                if name.endswith(_VECTORS) and 1 in shape:
+                    shape = (math.prod(shape),)
                 places[name] = _Place(stored, shape)
             elif not _IGNORED.fullmatch(stored):
                 raise CheckpointError(
@@ -315,6 +331,9 @@ def _canonical_name(stored: str, own_names: Mapping[str, str]) -> str | None:
         stored: the name in the file.
         own_names: of layers' modules, see ``Family.gguf_modules``.
     """
+    bare = _BARE.fullmatch(stored)
+    if bare is not None:
+        return f"layers.{int(bare['layer'])}.{_BARE_NAMES[bare['module']]}"
     parts = _NAME.fullmatch(stored)
     if parts is None:
         return None

@@ -29,16 +29,29 @@ _NOT_METADATA = ("added_tokens_decoder", "chat_template")
 
 
 _FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
+_FUSED_MLP = re.compile(r"(?P<mlp>.*\.shared_mlp)\.input_linear\.weight")
+_CONVOLUTION = re.compile(r".*\.mamba\.conv1d\.weight")
 
 
-def _split_experts(entries: Mapping[str, SafetensorsEntry]) -> dict[str, SafetensorsEntry]:
-    """Give each expert's matrices entries of their own, where a file has those of all in one.
+def split_stacked(entries: Mapping[str, SafetensorsEntry]) -> dict[str, SafetensorsEntry]:
+    """Give each matrix an entry of its own, where a file has several in one.
 
-    transformers holds them so, gate's rows before up's: [experts, 2 * ffn, hidden] and [experts,
-    hidden, ffn]. It writes them one by one, unless it is asked not to.
+    transformers holds those of all experts so, gate's rows before up's: [experts, 2 * ffn, hidden]
+    and [experts, hidden, ffn]. It writes them one by one, unless it is asked not to. An MLP that
+    stands for experts that all tokens share (Granite) is written as [2 * ffn, hidden]. The weights
+    of a convolution by channel, [channels, 1, width], are a matrix here.
     """
     split = {}
     for name, entry in entries.items():
+        mlp = _FUSED_MLP.fullmatch(name)
+        if mlp is not None and len(entry.shape) == 2 and entry.shape[0] % 2 == 0:
+            half = replace(entry, shape=(entry.shape[0] // 2, entry.shape[1]), size=entry.size // 2)
+            split[f"{mlp['mlp']}.gate_proj.weight"] = half
+            split[f"{mlp['mlp']}.up_proj.weight"] = replace(half, offset=half.offset + half.size)
+            continue
+        if _CONVOLUTION.fullmatch(name) and len(entry.shape) == 3 and entry.shape[1] == 1:
+            split[name] = replace(entry, shape=(entry.shape[0], entry.shape[2]))
+            continue
         fused = _FUSED.fullmatch(name)
         if fused is None or len(entry.shape) != 3 or 0 in entry.shape:
             split[name] = entry
@@ -175,7 +188,7 @@ class HuggingFaceCheckpoint:
         elif family.fused_projections:
             split = {**split_fused(entries, self.config)}
         else:
-            split = {**_split_experts(entries)}
+            split = {**split_stacked(entries)}
         for name, entry in split.items():
             if entry.kind == "u8" and isinstance(entry, SafetensorsEntry):
                 raise CheckpointError(

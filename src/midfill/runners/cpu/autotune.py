@@ -165,7 +165,8 @@ def _formats(model: PackedModel) -> list[set[WeightFormat]]:
     return [
         set().union(*(formats.get(name, set()) for name in names))
         for names in (
-            ("qkv", "query"), ("o",), ("gate", "up", "experts_in", "shared_gate", "shared_up"),
+            ("qkv", "query", "ssm_in"), ("o", "ssm_out"),
+            ("gate", "up", "experts_in", "shared_gate", "shared_up"),
             ("down", "experts_out", "shared_down"), ("head",),
         )
     ]  # fmt: skip

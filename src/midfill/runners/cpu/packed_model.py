@@ -19,6 +19,7 @@ from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWei
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
+from midfill.kernels.cpu.state_space.data import StateWeights
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.packed_arrays import Arrays, ArrayWriter, read_arrays, write_arrays
@@ -43,7 +44,14 @@ from midfill.runners.cpu.packed_latent import (
     latent_norms,
     unsupported_latent,
 )
-from midfill.runners.rope import rope_tables
+from midfill.runners.cpu.packed_state_space import (
+    OUTPUT,
+    PROJECT,
+    assemble_state_space,
+    state_vectors,
+    unsupported_state_space,
+)
+from midfill.runners.rope import model_tables
 from midfill.stored_tensor import StoredTensor
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
 from midfill.system.files import read_ahead, release_pages, replacing_file
@@ -64,6 +72,8 @@ _MATRICES = {
     "o": ("o",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
+    PROJECT: ("ssm_in",),
+    OUTPUT: ("ssm_out",),
 }
 """The checkpoint's matrices that are packed as one, by the name under which they are kept.
 
@@ -83,6 +93,8 @@ class PackedModel:
         weights: the weights, one copy.
         experts: the mixtures of experts, of layers that have one.
         latent: latent attention, of models that have it.
+        states: layers with a state, of models that have any. Weights of attention are those of
+            the other layers then, and ``config`` counts these.
         experts_on_disk: whether the experts' matrices are read from a file, see ``load_packed``.
         sinks: float32 [layers * query_heads], see kernels/cpu/sinks.py; None without.
     """
@@ -91,13 +103,16 @@ class PackedModel:
     weights: DecoderWeights
     experts: ExpertWeights | None = None
     latent: LatentWeights | None = None
+    states: StateWeights | None = None
     experts_on_disk: bool = False
     sinks: Float32Array | None = None
 
     @property
     def matrices(self) -> dict[str, LinearWeights]:
         """All matrices by name; no gate where the MLP has none, no MLP where no layer has one."""
-        return self._dense_matrices | self._latent_matrices | self._expert_matrices
+        states = self.states
+        own = {} if states is None else {PROJECT: states.project, OUTPUT: states.output}
+        return self._dense_matrices | self._latent_matrices | self._expert_matrices | own
 
     @property
     def _latent_matrices(self) -> dict[str, LinearWeights]:
@@ -140,7 +155,7 @@ class PackedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied embedding counts once."""
-        parts = (self.weights, self.experts or (), self.latent or ())
+        parts = (self.weights, self.experts or (), self.latent or (), self.states or ())
         arrays = {id(array): array for array in _arrays(parts)}
         return sum(array.nbytes for array in arrays.values())
 
@@ -176,6 +191,8 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     if config.experts is not None and (reason := unsupported_experts(config, config.experts)):
         return reason
     if config.latent is not None and (reason := unsupported_latent(config.latent)):
+        return reason
+    if config.state_space is not None and (reason := unsupported_state_space(config.state_space)):
         return reason
     sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
     experts = config.experts
@@ -520,6 +537,7 @@ def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray
         "final_norm_bias": vector("final_norm.bias", config.hidden),
         **post_norms,
         **latent_norms(config, checkpoint.tensor),
+        **state_vectors(config, checkpoint.tensor),
         **router_corrections(config, checkpoint.tensor),
         **expert_biases(config, checkpoint.tensor),
         **({"sinks": layers(("attn.sinks", config.query_heads))} if config.sinks else {}),
@@ -534,9 +552,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
     value_dim = config.head_dim if config.latent is None else config.latent.value_dim
     values = config.query_heads * value_dim
     head = "head" if "head" in arrays else "embed"
-    tables = [rope_tables(config, config.context)]
-    if config.local_rope_theta is not None:
-        tables.append(rope_tables(config, config.context, local=True))
+    tables = model_tables(config)
     first = [config.context * config.is_local(layer) for layer in range(config.layers)]
     windows = [config.window_of(layer) or 0 for layer in range(config.layers)]
     weights = DecoderWeights(
@@ -551,7 +567,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
             gated=config.gated_mlp,
         ),
         down=stack.part("down", 0, 1, "down_bias", hidden, ffn),
-        attn_norm=stack.norm("attn_norm"),
+        attn_norm=stack.attention_norm(),
         mlp_norm=stack.norm("mlp_norm"),
         final_norm=stack.norm("final_norm"),
         attn_post_norm=stack.norm("attn_post_norm"),
@@ -571,6 +587,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         weights,
         assemble_experts(config, arrays),
         assemble_latent(config, arrays),
+        assemble_state_space(config, arrays),
         sinks=arrays["sinks"] if config.sinks else None,
     )
 
@@ -630,6 +647,14 @@ class _Stack:
             epsilon=self._config.norm_epsilon,
         )
 
+    def attention_norm(self) -> NormWeights:
+        """Return the norm before attention, of the layers that have attention."""
+        norm, config = self.norm("attn_norm"), self._config
+        if config.state_space is None:
+            return norm
+        weight = norm.weight.reshape(config.layers, -1)[list(config.attention_layers)]
+        return norm._replace(weight=weight.reshape(-1))
+
     def head_norm(self, name: str) -> NormWeights:
         """Return the RMSNorm of each query or key head."""
         return NormWeights(
@@ -643,7 +668,7 @@ class _Stack:
 
 def _decoder_config(config: ModelConfig) -> DecoderConfig:
     return DecoderConfig(
-        layers=config.layers,
+        layers=len(config.attention_layers),
         hidden=config.hidden,
         query_heads=config.query_heads,
         kv_heads=config.kv_heads,

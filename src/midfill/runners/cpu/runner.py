@@ -25,7 +25,7 @@ from midfill.kernels.cpu.decoder_data import Batch, Stages
 from midfill.kernels.cpu.jit import compiled_folder, compiled_for
 from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype, allocate_kv, entry_bytes
 from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
-from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
+from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.sinks import SinkWeights
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
@@ -42,6 +42,7 @@ from midfill.runners.cpu.autotune import (
 from midfill.runners.cpu.cells import CpuCells
 from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.cpu.packed_model import PackedModel, block_format, load_packed
+from midfill.runners.cpu.packed_state_space import CpuStates
 from midfill.runners.cpu.step_memory import StepMemory, StepSize, padded_vocab, usual_size
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import LogitsOps
@@ -54,10 +55,13 @@ if TYPE_CHECKING:
     from midfill.runners.cpu.parts import PartAttention
 
 
+DEFAULT_STATES = 16
+
+
 def slot_bytes(config: ModelConfig, kv_cache_dtype: KVCacheDtype) -> int:
-    """Return the bytes of one token's K and V in all layers."""
+    """Return the bytes of one token's K and V in all layers that keep any."""
     entry = entry_bytes(kv_cache_dtype, config.head_dim)
-    return config.layers * config.kv_heads * config.vectors_per_cell * entry
+    return len(config.attention_layers) * config.kv_heads * config.vectors_per_cell * entry
 
 
 def choose_kv_cache_dtype(
@@ -75,6 +79,11 @@ def choose_kv_cache_dtype(
         raise OptionError(
             f"--kv-cache-dtype {name} is not possible with latent attention, whose keys are values,"
             " too; give f16, bf16 or f32"
+        )
+    if checkpoint.config.state_space is not None and name in ("i8", "i4"):
+        raise OptionError(
+            f"--kv-cache-dtype {name} is not possible with models whose layers have a state instead"
+            " of KV; give f16, bf16 or f32"
         )
     if name == "auto" and block_format(checkpoint, weights) is WeightFormat.F32:
         return KVCacheDtype.F32
@@ -115,6 +124,7 @@ class CpuRunner:
         kv_cache_dtype: KVCacheDtype,
         *,
         slots: int,
+        states: int = DEFAULT_STATES,
         threads: int | None = None,
         max_rows: int = 0,
         progress: Progress | None = None,
@@ -127,6 +137,7 @@ class CpuRunner:
             model: its weights.
             kv_cache_dtype: how K and V are stored.
             slots: how many tokens' KV to make room for.
+            states: how many states, if the model has any.
             threads: that a step runs on; None is one per available core.
             max_rows: of most steps: memory for so many is allocated now, for more when needed.
             progress: called with (stage, done, total).
@@ -138,13 +149,15 @@ class CpuRunner:
         self.config, self.model, self.kv_cache_dtype = config, model, kv_cache_dtype
         amx = choose_amx()
         self._pool = ThreadPool(threads or available_threads())
-        entries = self.config.layers * self.config.kv_heads * slots
+        entries = len(self.config.attention_layers) * self.config.kv_heads * slots
         if self.config.vectors_per_cell == 1:
             keys, scales = allocate_kv(self.kv_cache_dtype, entries, self.config.head_dim)
             self._kv_cache = KVCache(keys, keys, scales, scales)
         else:
             self._kv_cache = KVCache.allocate(self.kv_cache_dtype, entries, self.config.head_dim)
         self.logits_ops: LogitsOps = NUMPY_LOGITS
+        space = self.config.state_space
+        self._states = None if space is None else CpuStates(space, states)
         self._slots = slots
         frequencies = layer_frequencies(self.config)
         self._cells = CpuCells(self._kv_cache, self.config.head_dim, frequencies, self._pool)
@@ -175,6 +188,7 @@ class CpuRunner:
         checkpoint: "Checkpoint",
         *,
         slots: int,
+        states: int = DEFAULT_STATES,
         threads: int | None = None,
         max_rows: int = 0,
         weights: WeightsOption = "auto",
@@ -187,7 +201,7 @@ class CpuRunner:
             checkpoint: the model.
             weights: see ``load_packed``.
             kv_cache_dtype: see ``choose_kv_cache_dtype``.
-            slots, threads, max_rows, progress: see ``__init__``.
+            slots, states, threads, max_rows, progress: see ``__init__``.
 
         Raises:
             CheckpointError: see ``load_packed``.
@@ -198,6 +212,7 @@ class CpuRunner:
             load_packed(checkpoint, weights, progress),
             choose_kv_cache_dtype(checkpoint, weights, kv_cache_dtype),
             slots=slots,
+            states=states,
             threads=threads,
             max_rows=max_rows,
             progress=progress,
@@ -209,7 +224,13 @@ class CpuRunner:
 
     @property
     def kv_bytes(self) -> int:
-        return sum({id(array): array.nbytes for array in self._kv_cache}.values())
+        states = 0 if self._states is None else self._states.nbytes
+        return states + sum({id(array): array.nbytes for array in self._kv_cache}.values())
+
+    @property
+    def states(self) -> CpuStates | None:
+        """See ``Runner.states``."""
+        return self._states
 
     @property
     def weight_bytes(self) -> int:
@@ -316,10 +337,10 @@ class CpuRunner:
             and stages.end_layer > stages.first_layer
             and not all(plan.is_dense for _, plan in batch.plans())
         ):
-            execute = partial(self._execute, hidden)
+            execute = partial(self._execute, hidden, batch.states)
             self._part_attention().run(batch, prepared, stages, self._memory.workspace, execute)
             return
-        self._execute(hidden, prepared, stages)
+        self._execute(hidden, batch.states, prepared, stages)
 
     def _part_attention(self) -> "PartAttention":
         if self._parts is None:
@@ -330,17 +351,27 @@ class CpuRunner:
             self._parts = PartAttention(self.config, self._pool, self._kv_cache, stride, sinks)
         return self._parts
 
-    def _execute(self, hidden: Float32Array, prepared: Batch, stages: Stages) -> None:
+    def _execute(
+        self, hidden: Float32Array, states: Int32Array, prepared: Batch, stages: Stages
+    ) -> None:
         self._pool.run_on_standby(
-            self._forward, self._config, *self._arguments(hidden, prepared, stages)
+            self._forward, self._config, *self._arguments(hidden, states, prepared, stages)
         )
 
     def _arguments(
-        self, hidden: Float32Array, prepared: Batch, stages: Stages
+        self, hidden: Float32Array, states: Int32Array, prepared: Batch, stages: Stages
     ) -> tuple[object, ...]:
         """Return what the forward pass takes after its configuration."""
         model, memory = self.model, self._memory
         rows = hidden.reshape(-1)
+        if model.states is not None and memory.states is not None and self._states is not None:
+            from midfill.kernels.cpu.state_space.data import StateDecoderWeights, StateWorkspace
+
+            return (
+                StateDecoderWeights(model.weights, model.states), self._kv_cache, prepared, rows,
+                StateWorkspace(memory.workspace, memory.states, self._states.values, states),
+                stages,
+            )  # fmt: skip
         if model.sinks is not None:
             own = SinkWeights(*model.weights, model.sinks)
             return (own, self._kv_cache, prepared, rows, memory.workspace, stages)
@@ -373,6 +404,10 @@ class CpuRunner:
         group = self.config.query_heads // self.config.kv_heads
         tiles = np.zeros((batch.rows + 1, TILE_FIELDS), np.int32)
         batch.check_plans(self.config)
+        batch.check_states(self.config)
+        positions = batch.positions
+        if not self.config.has_rope:  # all rows have the angles of position 0, which don't turn
+            positions = np.zeros_like(positions)
         ragged, most_cells = pack_ragged(
             [None if plan is None else plan.cells for plan in batch.attention]
         )
@@ -385,7 +420,7 @@ class CpuRunner:
             tile_count, partials, ragged,
         )  # fmt: skip
         return Batch(
-            batch.token_ids, batch.positions, batch.write_slots, batch.logit_rows,
+            batch.token_ids, positions, batch.write_slots, batch.logit_rows,
             batch.observed_rows, attention, self._no_parts,
         )  # fmt: skip
 
@@ -400,14 +435,16 @@ class CpuRunner:
 
         One row runs through all layers, so that weights come from memory.
 
-        The first slots are overwritten. Nobody reads them: a slot is written before it is read.
+        The first slots, and the first state, are overwritten. Nobody reads them: a slot is written
+        before it is read, and a state cleared.
         """
         self._tile_rows[:] = tile_rows
         numbers = np.arange(rows, dtype=np.int32)
         ends = np.array([0, rows], np.int32)
         batch = ForwardBatch(
-            np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers
-        )
+            np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers,
+            states=np.zeros(0 if self._states is None else 1, np.int32),
+        )  # fmt: skip
         hidden = aligned_zeros((rows, self.config.hidden), np.float32)
         layers = self.config.layers
         before = self.phase_ticks()
@@ -429,7 +466,7 @@ class CpuRunner:
             nothing,
         )  # fmt: skip
         arguments = self._arguments(
-            self._memory.hidden, self._prepare(batch), Stages(True, 0, 0, True)
+            self._memory.hidden, nothing, self._prepare(batch), Stages(True, 0, 0, True)
         )
         function: Callable[..., None] = forward
         if self.model.latent is not None:
@@ -440,6 +477,10 @@ class CpuRunner:
             from midfill.kernels.cpu.sink_attention.decoder import forward_with_sinks
 
             function = forward_with_sinks
+        elif self.model.states is not None:
+            from midfill.kernels.cpu.state_space.decoder import forward_states
+
+            function = forward_states
         products = [*self._products(), *self._mixtures()]
         whole = (0, 1, self._pool.sync, self._config, *arguments)
         compile_side_by_side([*products, *further], [(function, whole)])

@@ -18,12 +18,14 @@ from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.row_blocks import ALONE_SYNC
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kernels.cpu.state_space.data import StateMemory
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.autotune import TileTable
 from midfill.runners.cpu.expert_memory import expert_memory, expert_table, gated_width
 from midfill.runners.cpu.packed_latent import latent_memory
 from midfill.runners.cpu.packed_model import PackedModel
+from midfill.runners.cpu.packed_state_space import state_memory
 
 _MAX_RESERVED_LOGITS = 2**28
 """Bytes; 128 rows of a vocabulary of half a million tokens."""
@@ -121,6 +123,7 @@ class StepMemory:
     Attributes:
         workspace: for the kernels; another one after ``reserve`` has returned True.
         latent: the same for latent attention; None for models without.
+        states: the same for layers with a state; None for models without.
         hidden: float32 [rows, hidden] for at least as many rows as were reserved.
     """
 
@@ -149,6 +152,7 @@ class StepMemory:
         self._expert_linear = 0
         self.workspace = self._workspace()
         self.latent = self._latent()
+        self.states = self._states()
         self.hidden = self._hidden()
 
     @property
@@ -163,6 +167,7 @@ class StepMemory:
         self._size = StepSize(*map(max, size, self._size))
         self.workspace = self._workspace()
         self.latent = self._latent()
+        self.states = self._states()
         self.hidden = self._hidden()
         return True
 
@@ -214,6 +219,12 @@ class StepMemory:
             self._config, weights, self._size.rows, self._threads, self._arrays.floats,
             self._activations,
         )  # fmt: skip
+
+    def _states(self) -> StateMemory | None:
+        weights = self._model.states
+        if weights is None:
+            return None
+        return state_memory(weights, self._size.rows, self._arrays.floats, self._activations)
 
     def _expert_table(self, rows: int) -> Int64Array:
         experts, weights = self._config.experts, self._model.experts

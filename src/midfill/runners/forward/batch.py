@@ -38,6 +38,8 @@ class ForwardBatch:
         observed_rows: [n] int32, rows whose queries are kept for ``Runner.observed_queries``.
         visible_slots: [rows] int32, how many of its request's slots each row attends to, its own
             the last of them; ascending within a request. Empty where all rows are as above.
+        states: [requests] int32, for models with states: the one that each request's rows begin
+            with and advance (``Runner.states``). Empty for other models.
         attention: one per request, what it attends to beside its slots, or which keys; None where
             there is nothing to say. Empty if that is so for all.
     """
@@ -51,6 +53,7 @@ class ForwardBatch:
     logit_rows: Int32Array
     observed_rows: Int32Array = field(default_factory=_no_rows)
     visible_slots: Int32Array = field(default_factory=_no_rows)
+    states: Int32Array = field(default_factory=_no_rows)
     attention: tuple[AttentionPlan | None, ...] = ()
 
     @property
@@ -79,6 +82,17 @@ class ForwardBatch:
                 plan.check(config, rows)
             except ValueError as error:
                 raise ValueError(f"request {number}, {error}") from None
+
+    def check_states(self, config: ModelConfig) -> None:
+        """Check that each request has a state of its own, if the model has states.
+
+        Raises:
+            ValueError: one hasn't.
+        """
+        if config.state_space is not None and len(set(self.states.tolist())) != self.requests:
+            raise ValueError(
+                f"{self.requests} requests need as many states, not {self.states.tolist()}"
+            )
 
     def slots_seen(self) -> Int32Array:
         """Return how many of its request's slots each row attends to: [rows] int32."""

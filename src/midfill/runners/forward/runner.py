@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from midfill.arrays import Float32Array, RunnerArray
+from midfill.kv.state_pool import StateStore
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.cells import CellStore
@@ -31,7 +32,7 @@ class Runner(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Size of the KV cache of all slots, in bytes."""
+        """Size of the KV cache of all slots, and of all states, in bytes."""
 
     @property
     def weight_bytes(self) -> int:
@@ -48,6 +49,10 @@ class Runner(Protocol):
     @property
     def cells(self) -> CellStore:
         """The KV cache, cell by cell."""
+
+    @property
+    def states(self) -> StateStore | None:
+        """The states of sequences, which a batch's rows advance; None for models without."""
 
     def forward(self, batch: ForwardBatch) -> RunnerArray:
         """Write K and V of the batch to its slots; return logits [outputs, vocab] float32.

@@ -6,6 +6,7 @@ of all requests are packed. A caller may run a range of layers and change the ro
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,9 +15,10 @@ from torch.nn import functional
 from midfill.arrays import Float32Array, Int32Array
 from midfill.models.config import Experts, ModelConfig
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.rope import rope_tables
+from midfill.runners.rope import model_tables
 from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
 from midfill.runners.torch.part_attention import PlannedRequest, attend_planned, prepare_plans
+from midfill.runners.torch.state_space import StateRows, TorchStates, mix_rows
 from midfill.runners.torch.weights import (
     Affine,
     DecoderWeights,
@@ -24,6 +26,7 @@ from midfill.runners.torch.weights import (
     LatentWeights,
     LayerWeights,
     MlpWeights,
+    StateSpaceWeights,
 )
 
 
@@ -32,8 +35,8 @@ class KVCache:
     """K and V of all slots.
 
     Attributes:
-        keys, values: [layers, slots, kv_heads, head_dim]; keys are stored after the rotary
-            embedding. One tensor where a value is the key itself.
+        keys, values: [layers with attention, slots, kv_heads, head_dim]; keys are stored after the
+            rotary embedding. One tensor where a value is the key itself.
     """
 
     keys: torch.Tensor
@@ -44,7 +47,7 @@ class KVCache:
         cls, config: ModelConfig, slots: int, device: torch.device, dtype: torch.dtype
     ) -> "KVCache":
         """Return a cache of zeros: padding reads slot 0, and 0 * NaN would spread."""
-        shape = (config.layers, slots, config.kv_heads, config.head_dim)
+        shape = (len(config.attention_layers), slots, config.kv_heads, config.head_dim)
         keys = torch.zeros(shape, device=device, dtype=dtype)
         return cls(keys, keys if config.vectors_per_cell == 1 else torch.zeros_like(keys))
 
@@ -72,6 +75,7 @@ class PreparedBatch:
             the layer that runs: the batch names cells of other layers.
         planned: requests with a plan of their own.
         observed_rows: [n] int64, rows whose queries are kept.
+        states: each request's rows and state, of models with states.
     """
 
     turns: tuple[Turns, Turns]
@@ -80,6 +84,7 @@ class PreparedBatch:
     across_layers: bool
     planned: tuple[PlannedRequest, ...]
     observed_rows: torch.Tensor
+    states: tuple[StateRows, ...]
 
 
 class Decoder:
@@ -89,21 +94,31 @@ class Decoder:
         config: the architecture.
         weights: all on one device and of one dtype, which hidden rows have too.
         kv_cache: on the same device.
+        states: on the same device; None for models without.
 
     Attributes:
         observed: the rotated queries of the last batch's observed rows, [n, query_heads, head_dim]
             per layer.
     """
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, kv_cache: KVCache) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kv_cache: KVCache,
+        states: TorchStates | None = None,
+    ) -> None:
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
+        self.states = states
+        # Each layer's number among those of its kind.
+        space = config.state_space
+        kinds = (config.attention_layers, () if space is None else space.layers)
+        self._numbers = {layer: number for kind in kinds for number, layer in enumerate(kind)}
         self.device = weights.embed.device
         self.observed: list[torch.Tensor] = [torch.empty(0)] * config.layers
-        tables = [self._turns(rope_tables(config, config.context))]
-        if config.local_rope_theta is not None:
-            tables.append(self._turns(rope_tables(config, config.context, local=True)))
+        tables = [self._turns(table) for table in model_tables(config)]
         self._tables = (tables[0], tables[-1])
         self._windows = {config.window_of(layer) for layer in range(config.layers)}
 
@@ -115,7 +130,10 @@ class Decoder:
             first: the first layer that they run through.
         """
         batch.check_plans(self.config)
+        batch.check_states(self.config)
         positions = self._indices(batch.positions)
+        if not self.config.has_rope:
+            positions = torch.zeros_like(positions)
         slots = self.kv_cache.keys.shape[1]
         across = _names_other_layers(batch, slots)
         if across:
@@ -132,6 +150,12 @@ class Decoder:
             across_layers=across,
             planned=prepare_plans(batch, self.kv_cache.keys, self.kv_cache.values),
             observed_rows=self._indices(batch.observed_rows),
+            states=tuple(
+                StateRows(*ends, state)
+                for ends, state in zip(
+                    pairwise(batch.query_indptr.tolist()), batch.states.tolist(), strict=False
+                )
+            ),
         )
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -178,6 +202,8 @@ class Decoder:
     def _attention(
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, batch: PreparedBatch
     ) -> torch.Tensor:
+        if isinstance(layer.qkv, StateSpaceWeights):
+            return self._mix_states(index, layer.qkv, layer.o, hidden, batch)
         if isinstance(layer.qkv, LatentWeights):
             return self._latent_attention(index, layer.qkv, layer.o, hidden, batch)
         config = self.config
@@ -220,6 +246,24 @@ class Decoder:
         values = torch.einsum("rhc,hvc->rhv", torch.cat((first, second), dim=-1), weights.expand)
         return _linear(values.flatten(1), output)
 
+    def _mix_states(
+        self,
+        index: int,
+        weights: StateSpaceWeights,
+        output: Affine,
+        hidden: torch.Tensor,
+        batch: PreparedBatch,
+    ) -> torch.Tensor:
+        """Compute what a layer has instead of attention; see ``models.config.StateSpace``."""
+        space = self.config.state_space
+        assert space is not None
+        assert self.states is not None
+        projected = _linear(hidden, weights.project)
+        gated = mix_rows(space, weights, self.states, self._numbers[index], projected, batch.states)
+        norm, epsilon = weights.norm.weight, self.config.norm_epsilon
+        normed = functional.rms_norm(gated, norm.shape, norm.float(), epsilon)
+        return _linear(normed.to(hidden.dtype), output)
+
     def attend(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
     ) -> torch.Tensor:
@@ -235,7 +279,8 @@ class Decoder:
             [rows, query_heads, head_dim].
         """
         cache = self.kv_cache
-        keys, values = cache.keys[index], cache.values[index]
+        number = self._numbers[index]
+        keys, values = cache.keys[number], cache.values[number]
         shown = (keys, values)
         if batch.across_layers:
             shown = (cache.keys.flatten(0, 1), cache.values.flatten(0, 1))

@@ -14,7 +14,10 @@ from midfill.runners.rope import layer_frequencies
 from midfill.runners.torch.cells import TorchCells
 from midfill.runners.torch.decoder import Decoder, KVCache
 from midfill.runners.torch.logits import TorchLogits
+from midfill.runners.torch.state_space import TorchStates
 from midfill.runners.torch.weights import load_weights
+
+DEFAULT_STATES = 16
 
 
 class TorchRunner:
@@ -26,6 +29,7 @@ class TorchRunner:
     Args:
         checkpoint: the model; its weights are copied to the device.
         slots: how many tokens' KV to make room for.
+        states: how many states, if the model has any.
         device: "cpu", "cuda", "cuda:1", ...
         dtype: of weights, KV and hidden rows; logits are always float32.
 
@@ -39,6 +43,7 @@ class TorchRunner:
         checkpoint: Checkpoint,
         *,
         slots: int,
+        states: int = DEFAULT_STATES,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -47,7 +52,9 @@ class TorchRunner:
         self.logits_ops: LogitsOps = NUMPY_LOGITS if target.type == "cpu" else TorchLogits()
         weights = load_weights(checkpoint, target, dtype)
         kv_cache = KVCache.empty(self.config, slots, target, dtype)
-        self.decoder = Decoder(self.config, weights, kv_cache)
+        space = self.config.state_space
+        held = None if space is None else TorchStates(space, states, target)
+        self.decoder = Decoder(self.config, weights, kv_cache, held)
 
     @property
     def slots(self) -> int:
@@ -55,7 +62,13 @@ class TorchRunner:
 
     @property
     def kv_bytes(self) -> int:
-        return self.decoder.kv_cache.bytes
+        states = self.decoder.states
+        return self.decoder.kv_cache.bytes + (0 if states is None else states.nbytes)
+
+    @property
+    def states(self) -> TorchStates | None:
+        """See ``Runner.states``."""
+        return self.decoder.states
 
     @property
     def weight_bytes(self) -> int:

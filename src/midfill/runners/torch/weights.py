@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.config import Experts, LatentAttention, tensor_shapes
+from midfill.models.config import Experts, LatentAttention, StateSpace, tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,28 @@ class LatentWeights:
 
 
 @dataclass(frozen=True)
+class StateSpaceWeights:
+    """What a layer has instead of attention; see ``models.config.StateSpace``. All but ``project``
+    and ``norm`` are float32.
+
+    Attributes:
+        project: W_in: rows of z, x, B, C and dt.
+        conv: [mixed, conv_width].
+        conv_bias: [mixed]; None if there is none.
+        dt_bias, decay, skip: [heads]; the two last are A and D.
+        norm: of y * silu(z).
+    """
+
+    project: Affine
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    dt_bias: torch.Tensor
+    decay: torch.Tensor
+    skip: torch.Tensor
+    norm: Affine
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """The mixture of experts of one layer.
 
@@ -82,16 +104,16 @@ class LayerWeights:
 
     Attributes:
         attn_norm, mlp_norm: before attention and before the MLP.
-        qkv: rows of q, k and v, one below the other; or latent attention.
+        qkv: rows of q, k and v, one below the other; or latent attention; or a state space.
         q_norm, k_norm: of each head; None if the model has none.
         attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
         sinks: [query_heads], see ``ModelConfig.sinks``; None if the model has none.
-        o: attention's output projection.
+        o: the output projection.
         mlp: an MLP, or a mixture of experts.
     """
 
     attn_norm: Affine
-    qkv: Affine | LatentWeights
+    qkv: Affine | LatentWeights | StateSpaceWeights
     q_norm: Affine | None
     k_norm: Affine | None
     attn_post_norm: Affine | None
@@ -148,20 +170,40 @@ class _Loader:
 
     def _layer(self, number: int) -> LayerWeights:
         config, layer = self._checkpoint.config, f"layers.{number}"
-        experts = config.experts_of(number)
+        experts, space = config.experts_of(number), config.state_space_of(number)
         return LayerWeights(
             attn_norm=self._affine(f"{layer}.attn_norm"),
-            qkv=self._latent(layer, config.latent)
-            if config.latent is not None
-            else self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v"),
+            qkv=self._attention(layer) if space is None else self._state_space(layer, space),
             q_norm=self._affine(f"{layer}.q_norm") if config.qk_norm else None,
             k_norm=self._affine(f"{layer}.k_norm") if config.qk_norm else None,
             attn_post_norm=self._affine(f"{layer}.attn_post_norm") if config.post_norms else None,
             mlp_post_norm=self._affine(f"{layer}.mlp_post_norm") if config.post_norms else None,
             sinks=self._tensor(f"{layer}.attn.sinks") if config.sinks else None,
-            o=self._affine(f"{layer}.o"),
+            o=self._affine(f"{layer}.o" if space is None else f"{layer}.ssm_out"),
             mlp_norm=self._affine(f"{layer}.mlp_norm"),
             mlp=self._mlp(layer) if experts is None else self._experts(layer, experts),
+        )
+
+    def _attention(self, layer: str) -> Affine | LatentWeights:
+        latent = self._checkpoint.config.latent
+        if latent is not None:
+            return self._latent(layer, latent)
+        return self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v")
+
+    def _state_space(self, layer: str, space: StateSpace) -> StateSpaceWeights:
+        decay = (
+            -torch.exp(self._vector(f"{layer}.ssm.A_log"))
+            if space.logarithmic
+            else self._vector(f"{layer}.ssm.A")
+        )
+        return StateSpaceWeights(
+            project=self._affine(f"{layer}.ssm_in"),
+            conv=self._vector(f"{layer}.ssm_conv.weight"),
+            conv_bias=self._vector(f"{layer}.ssm_conv.bias") if space.conv_bias else None,
+            dt_bias=self._vector(f"{layer}.ssm.dt_bias"),
+            decay=decay,
+            skip=self._vector(f"{layer}.ssm.D"),
+            norm=self._affine(f"{layer}.ssm_norm"),
         )
 
     def _latent(self, layer: str, latent: LatentAttention) -> LatentWeights:
@@ -206,6 +248,10 @@ class _Loader:
         if f"{modules[0]}.bias" not in self._names:
             return Affine(weight)
         return Affine(weight, _stack([self._tensor(f"{module}.bias") for module in modules]))
+
+    def _vector(self, name: str) -> torch.Tensor:
+        """Return what stays in float32."""
+        return torch.tensor(self._checkpoint.tensor(name).to_float32()).to(self._device)
 
     def _tensor(self, name: str) -> torch.Tensor:
         # The array may be a read-only map of the file, so the data is copied.

@@ -61,7 +61,8 @@ class ComparedModel:
     def kv_values_per_token(self) -> int:
         """Values of K and V per token of context."""
         config = self.checkpoint.config
-        return config.vectors_per_cell * config.layers * config.kv_heads * config.head_dim
+        layers = len(config.attention_layers)
+        return config.vectors_per_cell * layers * config.kv_heads * config.head_dim
 
     @cached_property
     def parameters_read(self) -> int:

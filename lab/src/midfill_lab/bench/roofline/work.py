@@ -20,8 +20,8 @@ from midfill_lab.bench.roofline.ceilings import Resource
 
 ATTENTION, HEAD = "attention", "head"
 GROUPS = {
-    "qkv": ("qkv", "query", "absorb"),
-    "output": ("expand", "o"),
+    "qkv": ("qkv", "query", "absorb", "ssm_in"),
+    "output": ("expand", "o", "ssm_out"),
     "MLP in": ("gate", "up", "shared_gate", "shared_up"),
     "MLP out": ("down", "shared_down"),
     "router": ("router",),
@@ -59,7 +59,7 @@ class ModelSize:
 
     Attributes:
         groups: the matrices by group, see ``GROUPS``.
-        windows: for each layer, how many keys a row sees at most; None for all.
+        windows: for each layer that keeps KV, how many keys a row sees at most; None for all.
         query_heads, kv_heads, head_dim: of each layer.
         kv_cache_dtype: how K and V are stored.
         vectors_per_cell: 2 for K and V, 1 where they are the same.
@@ -164,7 +164,7 @@ def size_of(config: ModelConfig, model: PackedModel, kv_cache_dtype: KVCacheDtyp
         groups |= {group: replace(groups[group], share=share) for group in _EXPERTS}
     return ModelSize(
         groups={group: matrices for group, matrices in groups.items() if matrices.weights},
-        windows=tuple(config.window_of(layer) for layer in range(config.layers)),
+        windows=tuple(config.window_of(layer) for layer in config.attention_layers),
         query_heads=config.query_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

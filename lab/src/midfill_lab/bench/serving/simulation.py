@@ -99,6 +99,7 @@ class CostedRunner:
 
     logits_ops: LogitsOps = NUMPY_LOGITS
     build = "simulated"
+    states = None
     description = "simulated"
     weight_bytes = 0
 
