@@ -38,7 +38,8 @@ class MethodEntry:
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters; a module below ``midfill.methods``
             begins with a dot.
-        calibrated: whether it needs tables that ``midfill methods calibrate`` computes of a model.
+        calibrated: whether it has tables, for some options at least, that ``midfill methods
+            calibrate`` computes of a model.
     """
 
     name: str

@@ -2,9 +2,10 @@
 
 Dialogues of four topics with five facts each, and two sessions per topic. Each fact is asked for,
 and scored by the mean log probability of its answer. -s shows all numbers; differences are paired,
-question by question.
+question by question. DIALOGUES=4 asks about four.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.slow, pytest.mark.quality, pytest.mark.real_model, pytest.mark.timeout(900),
 ]  # fmt: skip
 
-DIALOGUES, BLOCK = 2, 256
+DIALOGUES, BLOCK = int(os.environ.get("DIALOGUES", "1")), 256
 FACTS = {
     "garden": (
         "the roses in the garden came from", "the gardener who prunes the hedge is called",
@@ -69,9 +70,8 @@ TALK = {
     ),
 }  # fmt: skip
 NAMES = (
-    "Marlow", "Bristol", "Clara", "Dalton", "Edwin", "Fenwick", "Gloria", "Harper", "Irving",
-    "Jasper", "Keller", "Linden", "Monroe", "Norton", "Oliver", "Porter", "Quincy", "Rowan",
-    "Sutton", "Turner",
+    "John", "Mary", "Paul", "Anna", "Peter", "Sarah", "David", "Laura", "James", "Emma", "Robert",
+    "Alice", "George", "Helen", "Frank", "Julia", "Henry", "Maria", "Simon", "Rachel",
 )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ class Asking:
             text = tokenizer.encode("".join(f"{line}\n" for line in dialogue.lines))
             for _, line, fact, name in dialogue.asked:
                 end = tokenizer.encode_continuation(
-                    f"Ann: Tell me again about this: {fact} whom?\nBen: As I said, {fact}"
+                    f"Ann: What did you say about that?\nBen: By the way, {fact}"
                 )
                 answer = tokenizer.encode_continuation(f" {name}")
                 self.prompts.append((dialogue, line, [*text, *end], answer))
@@ -155,7 +155,7 @@ class Asking:
 def check_better(better: np.ndarray, worse: np.ndarray) -> None:
     """Check that the mean difference of pairs is above 0 with all of its 95% interval."""
     difference = better - worse
-    radius = 2.03 * difference.std(ddof=1) / np.sqrt(len(difference))
+    radius = 2.09 * difference.std(ddof=1) / np.sqrt(len(difference))
     print(f"\n  difference {difference.mean():.3f} ±{radius:.3f}", end="")
     assert difference.mean() > radius
 

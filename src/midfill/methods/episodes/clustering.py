@@ -1,8 +1,14 @@
-"""Episodes of a conversation: clusters of windows, by the mean embedding of their tokens.
+"""Episodes of a conversation: clusters of windows, by weighted means of token embeddings.
 
-Numbers only, no state. An embedding is the mean of the model's own input embeddings of a text's
-tokens, less the mean over the whole history, and of length 1. What all windows have in common, such
-as punctuation and speakers' names, would otherwise hide what tells them apart.
+Numbers only, no state. The tokens' own input embeddings serve, so nothing is downloaded. Plain
+means of them say little, since what texts have in common is larger than what tells them apart:
+
+* From all embeddings their mean and largest common directions are taken, "all but the top" (Mu and
+  Viswanath, ICLR 2018, arXiv 1702.01417), hidden / 100 of them; what is left has length 1.
+* Frequent tokens count less, a / (a + p) for a token's share p of the history ("SIF", Arora et
+  al., ICLR 2017). Of a question, tokens that the history doesn't have don't count: they can't say
+  where in it to look.
+* From a window's mean the whole history's is taken, and what is left has length 1.
 """
 
 from dataclasses import dataclass
@@ -13,7 +19,43 @@ import numpy as np
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 
 _RESTARTS, _ITERATIONS = 10, 100
+_RARE = 1e-3  # a
 _EPSILON = 1e-12
+
+
+class TokenVectors:
+    """Turns input embeddings into vectors that tell topics apart.
+
+    Args:
+        sample: float32 [n, hidden], embeddings of tokens from all of the vocabulary.
+    """
+
+    def __init__(self, sample: Float32Array) -> None:
+        self._mean: Float32Array = sample.mean(axis=0)
+        self._top = _top_directions(sample - self._mean, max(sample.shape[1] // 100, 1))
+
+    def of(self, embeddings: Float32Array) -> Float32Array:
+        """Return the vectors of [n, hidden] embeddings, of length 1."""
+        centred = embeddings - self._mean
+        centred -= (centred @ self._top) @ self._top.T
+        lengths = np.linalg.norm(centred, axis=1, keepdims=True)
+        found: Float32Array = centred / np.maximum(lengths, np.float32(_EPSILON))
+        return found
+
+
+def _top_directions(centred: Float32Array, count: int) -> Float32Array:
+    """Return about the first principal directions of [n, hidden] rows: [hidden, count].
+
+    They come from a few rounds of subspace iteration with a fixed start, whatever the width.
+    """
+    hidden = centred.shape[1]
+    width = min(2 * count + 8, *centred.shape)
+    found = np.random.default_rng(0).standard_normal((hidden, width), np.float32)
+    for _ in range(4):
+        found, _ = np.linalg.qr(centred.T @ (centred @ found))
+    _, _, turn = np.linalg.svd(centred @ found, full_matrices=False)
+    top: Float32Array = (found @ turn.T)[:, :count]
+    return top
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,48 +64,64 @@ class Episodes:
 
     Attributes:
         centroids: float64 [episodes, hidden], of length 1.
-        common: float64 [hidden], the mean over the history, which embeddings are taken from.
         representatives: of each episode, numbers of the windows nearest to its centroid, nearest
             first.
         labels: [windows] int64, the episode of each window.
+        tokens: [n] int32, ascending, the different tokens of the history.
+        weights: float64 [n], how much each counts.
+        nearness: float64 [episodes, n], the product of each centroid and each token's vector less
+            the mean over the history.
     """
 
     centroids: Float64Array
-    common: Float64Array
     representatives: tuple[Int64Array, ...]
     labels: Int64Array
+    tokens: Int32Array
+    weights: Float64Array
+    nearness: Float64Array
 
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        arrays = (self.centroids, self.common, self.labels, *self.representatives)
-        return sum(array.nbytes for array in arrays)
+        arrays = (self.centroids, self.labels, self.tokens, self.weights, self.nearness)
+        return sum(array.nbytes for array in (*arrays, *self.representatives))
 
-    def nearest(self, mean: Float64Array) -> int:
+    def nearest(self, tokens: Int32Array) -> int:
         """Return the episode that a text is nearest to; of equally near ones the first.
 
         Args:
-            mean: [hidden], of its tokens' embeddings.
+            tokens: [n] int32, n at least 1.
         """
-        return int(np.argmax(self.centroids @ unit(mean - self.common)))
+        place = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
+        known = place[self.tokens[place] == tokens]
+        # The text's length doesn't change which is nearest, nor does the sum of weights.
+        return int(np.argmax(self.nearness[:, known] @ self.weights[known]))
 
 
 def find_episodes(
-    tokens: Int32Array, bounds: Int32Array, table: Float32Array, count: int, near: int, seed: int
+    tokens: Int32Array,
+    bounds: Int32Array,
+    vectors: Float32Array,
+    count: int,
+    near: int,
+    seed: int,
 ) -> Episodes:
     """Divide a conversation into episodes.
 
     Args:
-        tokens: [n] int32, the history, as rows of ``table``.
+        tokens: [n] int32, the history.
         bounds: [windows + 1] int32, where windows begin, and where the last one ends; one at least.
-        table: float32 [different tokens, hidden], embeddings.
+        vectors: float32 [different tokens, hidden], those of the history's, in order of their ids.
         count: how many episodes; fewer where there are fewer different windows.
         near: how many windows at most represent an episode.
         seed: of the random choices.
     """
+    different, rows, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+    weights = _RARE / (_RARE + counts / len(tokens))
     means = np.stack([
-        mean_embedding(tokens[start:end], table)
+        np.average(vectors[part], axis=0, weights=weights[part])
         for start, end in pairwise(bounds)
+        for part in [rows[start:end]]
     ])  # fmt: skip
     common = np.average(means, axis=0, weights=np.diff(bounds))
     points = unit(means - common)
@@ -74,13 +132,10 @@ def find_episodes(
         for episode, centroid in enumerate(centroids)
         for members in [np.flatnonzero(labels == episode)]
     )
-    return Episodes(centroids, common, representatives, labels)
-
-
-def mean_embedding(tokens: Int32Array, table: Float32Array) -> Float64Array:
-    """Return the mean embedding of tokens, which are rows of a table: [hidden]."""
-    mean: Float64Array = table[tokens].mean(axis=0, dtype=np.float64)
-    return mean
+    nearness = centroids @ vectors.T - (centroids @ common)[:, None]
+    return Episodes(
+        centroids, representatives, labels, different.astype(np.int32), weights, nearness
+    )
 
 
 def unit(vectors: Float64Array) -> Float64Array:

@@ -8,8 +8,8 @@ more is ever held than the budget, a block and that prompt. Episodes are cluster
 question goes to the nearest one, whose cache is loaded, and it is dropped with its answer.
 
 What differs: an episode's cache is computed when a question first comes to it, so episodes that
-nobody asks about cost nothing. Embeddings are means of the model's own input embeddings, less
-their mean over the history. Turns are found by token ids (``turns.py``), whoever speaks. The first
+nobody asks about cost nothing. Embeddings are weighted means of the model's own input embeddings
+(``clustering.py``). Turns are found by token ids (``turns.py``), whoever speaks. The first
 tokens, or the first turn, always stay. No template's text stands between instruction and windows.
 """
 

@@ -7,6 +7,7 @@ as after any eviction. Points depend on the history alone, so load and preemptio
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from midfill.arrays import Float32Array, Int32Array
 from midfill.errors import InvalidRequestError
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.methods.episodes.clustering import Episodes, find_episodes, mean_embedding
+from midfill.methods.episodes.clustering import Episodes, TokenVectors, find_episodes
 from midfill.methods.episodes.method import WINDOW_ROWS, EpisodicMethod
 from midfill.methods.episodes.scores import (
     best_keys,
@@ -41,6 +42,7 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 
 _MAX_ROWS = 512
+_SAMPLE = 8192  # tokens
 
 
 @dataclass
@@ -80,6 +82,13 @@ class EpisodeState:
         shown = max((self.runner.config.sliding_window or 0) - 1, 1) if full.is_part else 0
         kept = method.budgets(history).sum() + shown * (layers - full.config.layers)
         return min(-(-int(kept) // layers), history)
+
+    @cached_property
+    def token_vectors(self) -> TokenVectors:
+        """What makes vectors of embeddings; of a sample of the vocabulary."""
+        vocab = self.runner.config.vocab
+        sample = np.linspace(0, vocab - 1, min(vocab, _SAMPLE)).astype(np.int32)
+        return TokenVectors(self.embeddings(sample))
 
     def embeddings(self, tokens: Int32Array) -> Float32Array:
         """Return the input embeddings of [n] int32 tokens: float32 [n, hidden]."""
@@ -154,8 +163,7 @@ class EpisodicSequence(SequenceMethod):
             method, bounds = self._method, self._method.windows(self._tokens, self._parts)
             history = self._tokens[: self._history]
             episodes = self._episodes(history, bounds)
-            asked = self._state.embeddings(self._tokens[self._parts.question :])
-            number = episodes.nearest(mean_embedding(np.arange(len(asked), dtype=np.int32), asked))
+            number = episodes.nearest(self._tokens[self._parts.question :])
             if method.route == "next":
                 number = (number + 1) % len(episodes.centroids)
             patch = method.patch(history, bounds, episodes.representatives[number])
@@ -166,11 +174,9 @@ class EpisodicSequence(SequenceMethod):
         store, rule = self._state.store, self._method.rule
         episodes = store.find(self._key, Episodes)
         if episodes is None:
-            different, rows = np.unique(history, return_inverse=True)
-            table = self._state.embeddings(different)
-            episodes = find_episodes(
-                rows.astype(np.int32), bounds, table, rule.episodes, rule.near, rule.seed
-            )
+            embeddings = self._state.embeddings(np.unique(history))
+            vectors = self._state.token_vectors.of(embeddings)
+            episodes = find_episodes(history, bounds, vectors, rule.episodes, rule.near, rule.seed)
             store.keep(self._key, episodes, rule.memory << 20)
         return episodes
 
