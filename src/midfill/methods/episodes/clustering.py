@@ -83,8 +83,9 @@ class Episodes:
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        arrays = (self.centroids, self.labels, self.tokens, self.weights, self.nearness)
-        return sum(array.nbytes for array in (*arrays, *self.representatives))
+        numbers = sum(array.nbytes for array in (self.centroids, self.weights, self.nearness))
+        indices = sum(array.nbytes for array in (self.labels, *self.representatives))
+        return numbers + indices + self.tokens.nbytes
 
     def nearest(self, tokens: Int32Array) -> int:
         """Return the episode that a text is nearest to; of equally near ones the first.
@@ -119,11 +120,11 @@ def find_episodes(
     different, rows, counts = np.unique(tokens, return_inverse=True, return_counts=True)
     weights = _RARE / (_RARE + counts / len(tokens))
     means = np.stack([
-        np.average(vectors[part], axis=0, weights=weights[part])
+        weights[part] @ vectors[part] / weights[part].sum()
         for start, end in pairwise(bounds)
         for part in [rows[start:end]]
     ])  # fmt: skip
-    common = np.average(means, axis=0, weights=np.diff(bounds))
+    common = np.diff(bounds) @ means / (bounds[-1] - bounds[0])
     points = unit(means - common)
     labels, _ = kmeans(points, count, seed)
     centroids = unit(np.stack([points[labels == e].mean(axis=0) for e in range(labels.max() + 1)]))

@@ -56,7 +56,8 @@ class EpisodeCache:
     @property
     def nbytes(self) -> int:
         """Memory of all arrays."""
-        return sum(array.nbytes for array in (self.indptr, self.numbers, *self.arrays))
+        lists = self.indptr.nbytes + self.numbers.nbytes
+        return lists + sum(array.nbytes for array in self.arrays)
 
     def load(self, kv: SequenceKV, cells: CellStore, pool: KVPool) -> None:
         """Put it in the place of a sequence's first tokens.
