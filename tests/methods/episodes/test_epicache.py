@@ -12,6 +12,8 @@ from midfill.methods.calibration import Calibration
 from midfill.methods.episodes.epicache import INSTRUCTION, NAME, VERSION, EpiCache
 from midfill.methods.registry import resolve_method
 from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import model_digest, open_model
 
 
 def encode(text: str) -> list[int]:
@@ -80,3 +82,13 @@ def test_models_without_text_or_with_windows_everywhere_are_refused() -> None:
         EpiCache().for_model(replace(MODEL, token_bytes=None))
     with pytest.raises(InvalidRequestError, match="layers see the whole text"):
         EpiCache().for_model(replace(MODEL, config=replace(CONFIG, sliding_window=64)))
+
+
+@pytest.mark.real_model
+def test_the_default_model_comes_with_its_table() -> None:
+    adapter = resolve_adapter(DEFAULT_MODEL, None)
+    digest = model_digest(open_model(REGISTERED[DEFAULT_MODEL].path, adapter))
+    shipped = calibration_store.read(calibration_store.shipped_path(NAME, digest))
+    assert shipped is not None, "calibrate it and ship the file: docs/methods.md"
+    shipped.check(NAME, VERSION, digest)
+    assert shipped.is_finished

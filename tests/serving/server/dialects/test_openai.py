@@ -116,7 +116,7 @@ def test_a_chat_names_a_method_and_its_history_is_computed_once(server: RunningS
         }
         usage = server.post("/v1/chat/completions", body).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-    assert cached[0] == 0
+    assert cached[0] < 10  # what other tests' chats begin with, too
     assert cached[1] > 60
     body["midfill"] = {"method": "cake:budget=24"}
     refused = server.post("/v1/chat/completions", body)
