@@ -118,7 +118,7 @@ def test_a_chat_names_a_method_and_its_history_is_computed_once(server: RunningS
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] < 10  # what other tests' chats begin with, too
     assert cached[1] > 60
-    body["midfill"] = {"method": "cake:budget=24"}
+    body["midfill"] = {"method": "cake:budget=64"}
     refused = server.post("/v1/chat/completions", body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "midfill.method"
