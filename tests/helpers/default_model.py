@@ -33,6 +33,7 @@ class DefaultModel:
             self.checkpoint.config,
             digest=model_digest(self.checkpoint),
             token_bytes=self.checkpoint.tokenizer.token_bytes,
+            encode=self.checkpoint.tokenizer.encode,
         )
 
     @contextmanager

@@ -31,5 +31,6 @@ def methods(context: typer.Context) -> None:
         typer.echo(f"{kind:8} {meaning}")
     typer.echo("\nmidfill serve --method cake:budget=256 uses one for every prompt.")
     typer.echo("A budget is tokens per layer, or a share of the prompt if below 1.")
-    typer.echo(f"For other models than the default one, calibrate these first: {calibrated}.")
+    typer.echo(f"For other models than the default one, calibrate these first: {calibrated}")
+    typer.echo("(epicache only where its alpha is above 0).")
     typer.echo("midfill methods calibrate NAME --model MODEL")

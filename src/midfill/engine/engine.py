@@ -480,6 +480,7 @@ def _facts(request: EngineRequest) -> RequestFacts:
         contexts=request.contexts,
         answers=request.sampling.n,
         scores_prompt=request.sampling.prompt_logprobs is not None,
+        token_ids=request.token_ids,
     )
 
 

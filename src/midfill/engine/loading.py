@@ -241,4 +241,5 @@ def _served_model(checkpoint: Checkpoint, runner: Runner, options: ModelOptions)
         options=command_options(checkpoint.path, options.adapter_path),
         kv_cache_dtype=runner.cells.layout.dtype,
         token_bytes=checkpoint.tokenizer.token_bytes,
+        encode=checkpoint.tokenizer.encode,
     )

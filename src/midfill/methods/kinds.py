@@ -3,7 +3,7 @@
 A kind is a folder beside this file with a ``MethodKind``. A new kind is one entry in ``kinds_of``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from midfill.errors import InvalidRequestError
 from midfill.kv.pool import KVPool
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.contexts.sequence import ContextKind
+from midfill.methods.episodes.sequence import EpisodeCounts, EpisodeKind
 from midfill.methods.evict.eviction import Eviction
 from midfill.methods.evict.sequence import EvictionKind
 from midfill.methods.evict.succession import in_succession
@@ -60,6 +61,8 @@ class MethodKinds:
         self.key_pairs: KeyPairs = sparse.pairs
         self._sparse_decode = SparseDecodeKind(runner.config, pool)
         self._sentences = SentenceKind(runner, pool)
+        eviction = Eviction(runner, pool)
+        self._episodes = EpisodeKind(runner, eviction)
         # In the order in which they arrange a sequence's rows and decide about its KV. Summaries of
         # pages are found by the slots that they have before others are evicted.
         self._kinds: tuple[MethodKind, ...] = (
@@ -68,8 +71,9 @@ class MethodKinds:
             PruningKind(runner),
             sparse,
             self._sparse_decode,
-            EvictionKind(runner, Eviction(runner, pool)),
+            EvictionKind(runner, eviction),
             self._sentences,
+            self._episodes,
             *further,
         )
 
@@ -83,10 +87,16 @@ class MethodKinds:
         """What was read of answers' KV where sentences are looked up, and what was moved for it."""
         return self._sentences.reads
 
+    @property
+    def episode_counts(self) -> EpisodeCounts:
+        """What was done where conversations have a cache per episode."""
+        return self._episodes.counts
+
     def take_parked_bytes(self) -> int:
         """See ``Engine.take_parked_bytes``."""
-        reads = self._sentences.reads
-        taken, reads.parked_bytes = reads.parked_bytes, 0
+        taken = 0
+        for counts in (self._sentences.reads, self._episodes.counts):
+            taken, counts.parked_bytes = max(taken, counts.parked_bytes), 0
         return taken
 
     def check(self, method: Method | None) -> None:
@@ -140,7 +150,8 @@ class MethodKinds:
         methods = [each for _, each in methods_in(method)]
         for kind in self._kinds:
             context = kind.max_length(methods, request, context)
-        return context
+        fitting = (kind.fitting_tokens(methods, request) for kind in self._kinds)
+        return min(context, _first_of(fitting, self._slots))
 
     def longest_prompt(self, method: Method | None, context: int) -> int:
         """Return how long a prompt may be, its answer's first token included.
@@ -150,9 +161,13 @@ class MethodKinds:
             context: how many positions the model has.
         """
         methods = [each for _, each in methods_in(method)]
-        for kind in self._kinds:
-            context = kind.longest_prompt(methods, context)
-        return context
+        fitting = (kind.longest_prompt(methods, context) for kind in self._kinds)
+        return min(context, _first_of(fitting, self._slots))
+
+
+def _first_of(bounds: Iterable[int | None], otherwise: int) -> int:
+    """Return the first bound that a kind has set."""
+    return next((bound for bound in bounds if bound is not None), otherwise)
 
 
 @dataclass(frozen=True)

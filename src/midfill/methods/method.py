@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from midfill.methods.contexts.method import ParallelMethod
+from midfill.methods.episodes.method import EpisodicMethod
 from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.reuse.method import ReuseMethod
 from midfill.methods.reuse.sequence import OwnSequences
@@ -54,6 +55,7 @@ Method = (
     ChosenSentences
     | CombinedMethod
     | CompressionMethod
+    | EpisodicMethod
     | OwnSequences
     | ParallelMethod
     | PrefillMethod

@@ -21,6 +21,7 @@ KINDS = {
     "prefill": "computes a part of a prompt's attention",
     "reuse": "takes KV of text that has moved from where it stood",
     "decode": "reads a part of the KV for each token of an answer",
+    "episodes": "keeps a part of a conversation's KV for each of its topics",
     "rows": "drops tokens of a prompt between two layers",
 }
 """What methods do, by kind."""
@@ -37,7 +38,8 @@ class MethodEntry:
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters; a module below ``midfill.methods``
             begins with a dot.
-        calibrated: whether it needs tables that ``midfill methods calibrate`` computes of a model.
+        calibrated: whether it has tables, for some options at least, that ``midfill methods
+            calibrate`` computes of a model.
     """
 
     name: str
@@ -118,6 +120,9 @@ METHODS = {
             "Lee et al., ICLR 2025, arXiv 2406.09827", ".sparse_prefill.hip_prefill", "HipPrefill"),
         MethodEntry("sentencekv", "decode", "SentenceKV",
             "Zhu et al., COLM 2025, arXiv 2504.00970", ".sentences.sentencekv", "SentenceKV"),
+        MethodEntry("epicache", "episodes", "EpiCache",
+            "Kim et al., 2025, arXiv 2509.17396",
+            ".episodes.epicache", "EpiCache", calibrated=True),
         MethodEntry("lazyllm", "rows", "LazyLLM",
             "Fu et al., 2024, arXiv 2407.14057", ".rows.lazyllm", "LazyLLM"),
         MethodEntry("uncomp-stage", "rows", "UNComp's stages",

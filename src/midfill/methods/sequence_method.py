@@ -75,6 +75,7 @@ class RequestFacts:
         contexts: see ``EngineRequest.contexts``.
         answers: how many are wanted.
         scores_prompt: whether log probabilities of the prompt's tokens are.
+        token_ids: the prompt.
     """
 
     prompt: int
@@ -82,6 +83,7 @@ class RequestFacts:
     contexts: tuple[int, ...] = ()
     answers: int = 1
     scores_prompt: bool = False
+    token_ids: Sequence[int] = ()
 
 
 class SequenceRows(NamedTuple):
@@ -192,6 +194,14 @@ class SequenceMethod:
     def slots_needed(self, length: int) -> int | None:
         """Return how many slots a sequence takes at its admission; None: one per uncached token."""
         return None
+
+    def slots_ahead(self, sequence: SequenceView) -> int:
+        """Return how many slots it holds while it is prefilled, after a decision about its KV.
+
+        Those of compressed tokens don't count. Usually there is one for each of its other tokens.
+        """
+        assert sequence.kv is not None
+        return sequence.length - sequence.kv.first
 
     def prefill(self, sequence: SequenceView) -> Prefill:
         """Return how its prompt may be computed."""
@@ -328,6 +338,9 @@ class ComposedMethod(SequenceMethod):
     def slots_needed(self, length: int) -> int | None:
         return _largest(method.slots_needed(length) for method in self.methods)
 
+    def slots_ahead(self, sequence: SequenceView) -> int:
+        return min(method.slots_ahead(sequence) for method in self.methods)
+
     def prefill(self, sequence: SequenceView) -> Prefill:
         modes = {method.prefill(sequence) for method in self.methods}
         return next(mode for mode in ("layers", "chunks", "any") if mode in modes)
@@ -435,7 +448,7 @@ class MethodKind(Protocol):
         """
 
     def max_length(self, methods: Sequence[object], request: RequestFacts, most: int) -> int:
-        """Return how many tokens of a request, prompt and answer together, can be served.
+        """Return how many tokens of a request, prompt and answer together, have positions.
 
         Args:
             methods: the request's, of this kind and others.
@@ -443,12 +456,26 @@ class MethodKind(Protocol):
             most: without methods of this kind.
         """
 
-    def longest_prompt(self, methods: Sequence[object], context: int) -> int:
-        """Return how long a prompt may be, its answer's first token included.
+    def fitting_tokens(self, methods: Sequence[object], request: RequestFacts) -> int | None:
+        """Return how many tokens of a request, prompt and answer together, fit the KV cache.
+
+        Args:
+            methods: the request's, of this kind and others.
+            request: see above.
+
+        Returns:
+            None: as many as it has slots.
+        """
+
+    def longest_prompt(self, methods: Sequence[object], context: int) -> int | None:
+        """Return how long a prompt may be that fits the cache, its answer's first token included.
 
         Args:
             methods: its request's, of this kind and others.
-            context: without methods of this kind.
+            context: how many positions the model has.
+
+        Returns:
+            None: as long as the cache has slots.
         """
 
 
@@ -459,9 +486,13 @@ class PlainLengths:
         """See ``MethodKind.max_length``."""
         return most
 
-    def longest_prompt(self, methods: Sequence[object], context: int) -> int:
+    def fitting_tokens(self, methods: Sequence[object], request: RequestFacts) -> int | None:
+        """See ``MethodKind.fitting_tokens``."""
+        return None
+
+    def longest_prompt(self, methods: Sequence[object], context: int) -> int | None:
         """See ``MethodKind.longest_prompt``."""
-        return context
+        return None
 
 
 def _check_pair(method: SequenceMethod, other: SequenceMethod) -> None:

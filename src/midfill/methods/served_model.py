@@ -1,6 +1,6 @@
 """ServedModel: what a method may know of the model that it is to be used with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ class ServedModel:
         options: how commands name it: "--model smollm2-135m".
         kv_cache_dtype: how its keys and values are stored, by ``CellLayout``.
         token_bytes: returns what a token stands for, b"" if that is no text; None if nobody knows.
+        encode: returns a text's tokens; None if nobody knows.
     """
 
     config: ModelConfig
@@ -27,6 +28,7 @@ class ServedModel:
     options: str = ""
     kv_cache_dtype: str = "f16"
     token_bytes: Callable[[int], bytes] | None = None
+    encode: Callable[[str], Sequence[int]] | None = None
 
 
 def refuse_quantized_cache(name: str, model: ServedModel) -> None:

@@ -10,7 +10,8 @@ from running_server import RunningServer, start
 @pytest.fixture(scope="session")
 def server(tiny_folder: Path) -> Iterator[RunningServer]:
     """A server of the tiny model, for tests that leave it as it is."""
-    allowed = ("--allow-method", "snapkv", "--allow-method", "cacheblend")
+    names = ("snapkv", "cacheblend", "epicache")
+    allowed = [part for name in names for part in ("--allow-method", name)]
     # The tiny model's answers are worth nothing; editors get them nevertheless.
     options = ("--kv-memory", "4MB", "--log-format", "json", "--min-confidence", "0")
     with start(tiny_folder, *options, *allowed) as server:

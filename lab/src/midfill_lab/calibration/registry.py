@@ -17,6 +17,7 @@ CALIBRATORS = {
     "razorattention": "HeadSearch",
     "duoattention": "GateTraining",
     "minference": "PatternSearch",
+    "epicache": "HiddenText",
 }
 """Class of each method's ``Calibrator``, in this folder's module of the method's name."""
 

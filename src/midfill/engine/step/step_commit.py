@@ -85,12 +85,12 @@ class StepCommit:
         That is so where tokens of the prompt come after the compressed ones, and after preemption,
         when the answer has begun before.
 
-        Like every prefilling sequence, it then holds slots for all its tokens.
+        It then holds slots for all its tokens, or for as many as its method runs next.
         """
         outputs: list[EngineOutput] = []
         if self._decide(sequence, outputs):
             kv, pool = sequence.held, self._queues.pool
-            missing = sequence.length - kv.first - kv.reserved
+            missing = max(sequence.method.slots_ahead(sequence) - kv.reserved, 0)
             if pool.available >= missing:
                 kv.reserve(missing)
             else:

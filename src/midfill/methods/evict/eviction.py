@@ -54,7 +54,7 @@ class Eviction:
         """
         while (block := state.take_block(computed)) is not None:
             end, queries = block
-            seen = self.full_layers.keys(self._keys(kv, end))
+            seen = self.full_layers.keys(self.keys(kv, end))
             state.compressor.observe(seen, queries)
 
     def evict(self, state: CompressionState, kv: SequenceKV, point: int) -> bool:
@@ -69,19 +69,31 @@ class Eviction:
             False if there is no room for the cells, since other sequences use the prompt's slots.
             The sequence holds its slots as before then, and has to be preempted.
         """
-        keys = self._keys(kv, point)
-        seen = self.full_layers.keys(keys)
-        selection = state.compressor.select(seen, state.take())
+        keys = self.keys(kv, point)
+        selection = state.compressor.select(self.full_layers.keys(keys), state.take())
         state.pass_point(point)
-        if selection is None:
-            return True
+        return selection is None or self.apply(kv, keys, selection, point)
+
+    def apply(self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, point: int) -> bool:
+        """Do what a method has decided about a sequence's first ``point`` tokens.
+
+        Args:
+            kv: the sequence's.
+            keys: of these tokens, in all layers.
+            selection: what stays, in the layers that methods decide on.
+            point: number of its computed tokens.
+
+        Returns:
+            See ``evict``.
+        """
+        seen = self.full_layers.keys(keys)
         selection.check(seen.counts, seen.quantized_counts)
         selection = self.full_layers.complete(selection, keys.counts)
         if kv.prefix is not None and kv.prefix.gapless != selection.close_gaps:
             raise ValueError("gaps have to be closed every time or never")
         return self._replace(kv, keys, selection, point)
 
-    def _keys(self, kv: SequenceKV, tokens: int) -> SequenceKeys:
+    def keys(self, kv: SequenceKV, tokens: int) -> SequenceKeys:
         """Return a view of the keys of a sequence's first tokens."""
         config = self._runner.config
         heads = config.layers * config.kv_heads

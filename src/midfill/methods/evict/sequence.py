@@ -11,6 +11,7 @@ from midfill.methods.evict.state import CompressionState
 from midfill.methods.evict.succession import Succession
 from midfill.methods.sequence_method import (
     Aspect,
+    PlainLengths,
     Prefill,
     RequestFacts,
     SequenceMethod,
@@ -161,7 +162,7 @@ class EvictedSequence(SequenceMethod):
         return point + (sequence.checked_tokens if follows_prompt else 0)
 
 
-class EvictionKind:
+class EvictionKind(PlainLengths):
     """Puts methods of compression to work."""
 
     def __init__(self, runner: Runner, eviction: Eviction) -> None:
@@ -188,15 +189,15 @@ class EvictionKind:
             cascade = Cascade(trims, self._runner, self._eviction.full_layers, prompt)
         return EvictedSequence(name, self._eviction, states, cascade)
 
-    def max_length(self, methods: Sequence[object], request: RequestFacts, most: int) -> int:
-        """See ``MethodKind.max_length``."""
-        size, slots = self._size(methods), self._runner.slots
-        return min(most, size.most_tokens(request.compress_after, slots) if size else slots)
+    def fitting_tokens(self, methods: Sequence[object], request: RequestFacts) -> int | None:
+        """See ``MethodKind.fitting_tokens``."""
+        size = self._size(methods)
+        return size and size.most_tokens(request.compress_after, self._runner.slots)
 
-    def longest_prompt(self, methods: Sequence[object], context: int) -> int:
+    def longest_prompt(self, methods: Sequence[object], context: int) -> int | None:
         """See ``MethodKind.longest_prompt``."""
-        size, slots = self._size(methods), self._runner.slots
-        return min(context, size.longest_prompt(slots, context) + 1 if size else slots)
+        size = self._size(methods)
+        return size and size.longest_prompt(self._runner.slots, context) + 1
 
     def _size(self, methods: Sequence[object]) -> CascadeSize | None:
         for trims in filter(None, map(_trimming, methods)):

@@ -53,7 +53,7 @@ def head_attention(
     window, found = config.window_of(layer), keys.read_keys(head)
     own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
     scaled = np.multiply(own, np.float32(config.score_scale), order="C")
-    weights, count = _products(scaled, found), len(found)
+    weights, count = query_key_products(scaled, found), len(found)
     last = np.arange(count - queries.shape[1], count, dtype=np.int32)
     row = (last if rows is None else rows)[:, None]
     # All rows see the keys before the first row's, unless a window hides them.
@@ -69,7 +69,7 @@ def head_attention(
     return weights
 
 
-def _products(queries: Float32Array, keys: Float32Array) -> Float32Array:
+def query_key_products(queries: Float32Array, keys: Float32Array) -> Float32Array:
     """Return the products of [heads, rows, head_dim] queries and [n, head_dim] keys."""
     products = np.empty((*queries.shape[:2], len(keys)), np.float32)
     step = max(_ONE_THREAD // max(queries.shape[1] * queries.shape[2], 1), 1)

@@ -12,7 +12,7 @@ class TorchLogits:
 
     def to_numpy(self, logits: torch.Tensor) -> Float32Array:
         """See ``LogitsOps``."""
-        found: Float32Array = logits.cpu().numpy()
+        found: Float32Array = logits.float().cpu().numpy()
         return found
 
     def copy(self, vector: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,28 @@ def test_without_a_limit_a_chat_ends_with_the_context(server: RunningServer) -> 
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_a_chat_names_a_method_and_its_history_is_computed_once(server: RunningServer) -> None:
+    said = [("user", "The lighthouse stands on the cliff."), ("assistant", "It is white and red.")]
+    said += [("user", "Our soup has leeks and potatoes."), ("assistant", "Add some salt to it.")]
+    history = [{"role": role, "content": text} for role, text in said]
+    cached = []
+    for question in ("Where is the lighthouse?", "What colour is the lighthouse?"):
+        body = {
+            "messages": [*history, {"role": "user", "content": question}],
+            "max_tokens": 4,
+            "midfill": {"method": "epicache:budget=24,block=32,episodes=1,turns=1"},
+        }
+        usage = server.post("/v1/chat/completions", body).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] < 10  # what other tests' chats begin with, too
+    assert cached[1] > 60
+    body["midfill"] = {"method": "cake:budget=64"}
+    refused = server.post("/v1/chat/completions", body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "midfill.method"
+    assert "requests may not use 'cake' here" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("source", "message"), [("{{ 1 // 0 }}", "zero"), ("{% for %}", "template is broken")]
 )

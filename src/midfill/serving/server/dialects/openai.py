@@ -205,6 +205,16 @@ class ChatMessage(msgspec.Struct, kw_only=True):
         return {"role": self.role, "content": content, **named}
 
 
+class ChatFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A chat's ``midfill`` object; the fields of infilling are not for chats.
+
+    Attributes:
+        method: see ``MidfillFields`` of completions.
+    """
+
+    method: str | None = None
+
+
 class ChatRequest(GenerationFields, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -212,9 +222,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    midfill: ChatFields | None = None
     # Declared so that they are refused rather than ignored.
     suffix: msgspec.Raw | None = None
-    midfill: msgspec.Raw | None = None
     tools: list[msgspec.Raw] | None = None
     functions: list[msgspec.Raw] | None = None
     response_format: dict[str, msgspec.Raw] | None = None
@@ -240,7 +250,10 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         sampling, hints = _sampling(body, service), body.hints()
         check_message_count(len(body.messages))
         messages = [message.fields() for message in body.messages]
-        prompts = await service.encode([PromptSource(messages=messages, tenant=tenant)])
+        method = None if body.midfill is None else body.midfill.method
+        check_method(method, service)
+        source = PromptSource(messages=messages, tenant=tenant, method=method)
+        prompts = await service.encode([source])
         generation = service.generate(
             GenerationRequest(prompts, sampling, tenant, bool(body.stream), hints=hints)
         )
@@ -252,15 +265,24 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
+def check_method(method: str | None, service: ModelService) -> None:
+    """Refuse a method that doesn't exist, or that requests may not choose."""
+    if method is None:
+        return
+    try:
+        service.check_method(method)
+    except InvalidRequestError as error:
+        field = "midfill.method"
+        raise InvalidRequestError(f"{field}: {error}", param=field) from None
+
+
 def _refuse_unsupported(body: ChatRequest) -> None:
     if not body.messages:
         raise InvalidRequestError("messages is empty", param="messages")
-    for name in ("suffix", "midfill"):
-        value = getattr(body, name)
-        if value is not None and bytes(value) != b"null":
-            raise InvalidRequestError(
-                f"{name} is not for chats; use /v1/completions to fill in", param=name
-            )
+    if body.suffix is not None and bytes(body.suffix) != b"null":
+        raise InvalidRequestError(
+            "suffix is not for chats; use /v1/completions to fill in", param="suffix"
+        )
     for name in ("tools", "functions"):
         if getattr(body, name):
             raise InvalidRequestError(f"{name} are not supported", param=name)

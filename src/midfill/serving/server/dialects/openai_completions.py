@@ -28,6 +28,7 @@ from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.dialects.llama_cpp import ExtraSnippet
 from midfill.serving.server.dialects.openai import (
     GenerationFields,
+    check_method,
     floor_logprob,
     midfill_object,
     model_routes,
@@ -209,7 +210,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         model = service.check_model(body.model)
         sampling, hints = _sampling(body, service), body.hints()
         superseded = body.midfill.superseded if body.midfill is not None else None
-        _check_method(body, service)
+        check_method(body.midfill and body.midfill.method, service)
         prompts = await service.encode(_prompt_sources(body, service, tenant))
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
@@ -280,17 +281,6 @@ def _candidates(fields: MidfillFields, service: ModelService) -> int:
             "midfill.candidates", "must be 1 here: answers are generated elsewhere"
         )
     return asked
-
-
-def _check_method(body: CompletionRequest, service: ModelService) -> None:
-    """Refuse a method that doesn't exist, or that requests may not choose."""
-    if body.midfill is None or body.midfill.method is None:
-        return
-    try:
-        service.check_method(body.midfill.method)
-    except InvalidRequestError as error:
-        field = "midfill.method"
-        raise InvalidRequestError(f"{field}: {error}", param=field) from None
 
 
 def _for_prompts(

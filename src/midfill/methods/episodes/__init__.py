@@ -1,0 +1,1 @@
+"""Methods that keep a small cache per topic of a conversation, of which a question picks one."""
