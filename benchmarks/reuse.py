@@ -30,7 +30,7 @@ import numpy as np
 import typer
 
 from benchmarks.report import publish
-from benchmarks.reuse_contexts import CHANGES, count_known
+from benchmarks.reuse_contexts import CHANGES, count_known, parse_ways
 from benchmarks.reuse_nulls import reuse_nulls
 from benchmarks.reuse_report import (
     FILES,
@@ -202,9 +202,9 @@ class _Run:
             yield self._trial(FILES, hole, before, encoder.infill(request))
 
     def shown(self, holes: Sequence[Problem], texts: Sequence[str]) -> Iterator[Trial]:
-        """Yield one trial per hole and kind of ``CHANGES``."""
+        """Yield one trial per hole and way."""
         for number, hole in enumerate(holes):
-            for kind, change in CHANGES.items():
+            for kind in self._options.ways:
                 chance = random.Random(f"{self._options.seed}/shown/{hole.id}")
                 encoder = self._session.encoder(_SHOWN)
                 others = [text for text in texts if text[:40] not in hole.prefix[:40]]
@@ -217,7 +217,7 @@ class _Run:
                     )
                     for prefix, suffix, shown in (
                         (text[:half], text[half:], files),
-                        (hole.prefix, hole.suffix, change(files, other, chance)),
+                        (hole.prefix, hole.suffix, CHANGES[kind](files, other, chance)),
                     )
                 )
                 trial = self._trial(kind, hole, [first], second)
@@ -284,6 +284,7 @@ class _Run:
             ttft_seconds=measured.ttft_seconds,
             row_layers=measured.row_layers,
             key_pairs=measured.key_pairs,
+            cached_tokens=measured.cached_tokens,
             reused_tokens=measured.reused_tokens,
             divergence=max(float((np.exp(p) * (p - q)).sum()), 0.0),
             answer=measured.answer,
@@ -318,10 +319,11 @@ ShownOption = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Prompts with files that the request before has shown, in each of four ways, as the"
+        help="Prompts with files that the request before has shown, in each of some ways, as the"
         " planner lays them out.",
     ),
 ]
+WaysOption = Annotated[str, typer.Option(help="These ways, separated by commas.")]
 FilesOption = Annotated[
     str, typer.Option(metavar="LEAST,MOST", help="Files of a prompt that shows some.")
 ]
@@ -349,6 +351,7 @@ def reuse(
     jumps: JumpsOption = 60,
     contexts: ContextsOption = 12,
     shown: ShownOption = 0,
+    ways: WaysOption = "again,reordered,beside,edited",
     files: FilesOption = "3,6",
     file_tokens: FileTokensOption = "500,1500",
     seed: SeedOption = 0,
@@ -374,6 +377,7 @@ def reuse(
         jumps=jumps,
         contexts=contexts,
         shown=shown,
+        ways=parse_ways(ways),
         files=_bounds("--files", files),
         file_tokens=_bounds("--file-tokens", file_tokens),
         seed=seed,

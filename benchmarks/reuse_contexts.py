@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from benchmarks.report import difference_cell
+from midfill.errors import OptionError
 from midfill.frontend.prompt import Prompt
 from midfill.infill.context_files import ContextFile
 from midfill_lab.evaluation.summary import estimate_share
@@ -74,11 +75,27 @@ def _edited(files: Files, other: ContextFile, chance: random.Random) -> Files:
 
 CHANGES: Mapping[str, Callable[[Files, ContextFile, random.Random], Files]] = {
     "files again": _same,
-    "files in another order": _reversed,
-    "files beside a new one": _beside,
-    "files, one edited": _edited,
+    "files reordered": _reversed,
+    "files beside": _beside,
+    "files edited": _edited,
 }
 """By kind of prompt: returns the files to show after some, given one more."""
+
+
+def parse_ways(text: str) -> tuple[str, ...]:
+    """Parse ways to show known files, such as "reordered,edited", to kinds of prompts.
+
+    Raises:
+        MidfillError: there is no such way.
+    """
+    kinds = tuple(f"files {way.strip()}" for way in text.split(","))
+    for kind in kinds:
+        if kind not in CHANGES:
+            known = ", ".join(each.removeprefix("files ") for each in CHANGES)
+            raise OptionError(f"--ways takes {known}, not {kind.removeprefix('files ')!r}")
+    return kinds
+
+
 _SPAN = 8
 
 
@@ -113,7 +130,7 @@ def shown_row(
     """Return the row of a kind of prompt under a method; the answers are of the same holes."""
     groups = [answer.name for answer in found]
     same = estimate_share([answer.same for answer in found], groups)
-    right = [[float(answer.right) for answer in answers] for answers in (exact, found)]
+    of_exact, right = ([float(answer.right) for answer in answers] for answers in (exact, found))
     again = sum(answer.again for answer in found) / sum(answer.files for answer in found)
     work = sum(answer.row_layers for answer in found) / sum(answer.row_layers for answer in exact)
     is_exact = found == exact
@@ -125,8 +142,8 @@ def shown_row(
         "rows x layers": f"{work:.2f}",
         "KL": f"{sum(answer.divergence for answer in found) / len(found):.4f}",
         "first line as exact": f"{same.value:.0%} [{same.low:.0%}, {same.high:.0%}]",
-        "right": f"{sum(right[1]) / len(found):.0%}",
+        "right": f"{sum(right) / len(found):.0%}",
         "minus exact, points": ""
         if is_exact
-        else difference_cell(*right, groups, digits=1, scale=100),
+        else difference_cell(of_exact, right, groups, digits=1, scale=100),
     }

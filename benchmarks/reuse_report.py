@@ -27,7 +27,8 @@ class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
         jumps: how many per window.
         contexts: prompts with files that were shown before, in another order; as many keystrokes
             are typed in each of two layouts, with the first window.
-        shown: prompts that show known files in each of four ways, as the planner lays them out.
+        shown: prompts that show known files in each of some ways, as the planner lays them out.
+        ways: which of ``CHANGES``.
         files: least and most files of each.
         file_tokens: least and most tokens of a file.
         seed: all chance follows from it.
@@ -40,6 +41,7 @@ class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
     jumps: int = 60
     contexts: int = 12
     shown: int = 0
+    ways: tuple[str, ...] = tuple(CHANGES)
     files: tuple[int, int] = (3, 6)
     file_tokens: tuple[int, int] = (500, 1500)
     seed: int = 0
@@ -71,7 +73,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         ttft_seconds: until the logits of the first token were there.
         row_layers: rows times layers that were computed until then.
         key_pairs: pairs of a row and a key that it attends to, in all layers together.
-        reused_tokens: prompt tokens whose KV came from elsewhere.
+        cached_tokens: prompt tokens whose KV was there, as it would have been computed.
+        reused_tokens: further prompt tokens whose KV came from elsewhere.
         divergence: KL of the first token's distribution from that under ``FULL``, in nats.
         answer: its first line.
         exact: whether that is the text that was there.
@@ -80,6 +83,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     ttft_seconds: float
     row_layers: int
     key_pairs: int
+    cached_tokens: int
     reused_tokens: int
     divergence: float
     answer: str
@@ -110,10 +114,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     def shown(self, method: str) -> ShownAnswer:
         """Return what came of files that were shown before, under a method."""
         own, full = self.asked[method], self.asked[FULL]
+        further = own.cached_tokens - full.cached_tokens  # copied as they are, as APE does
         return ShownAnswer(
             name=self.name,
             files=self.file_tokens,
-            again=max(self.new_file_tokens - own.reused_tokens, 0),
+            again=max(self.new_file_tokens - own.reused_tokens - further, 0),
             row_layers=own.row_layers,
             divergence=own.divergence,
             right=own.exact,

@@ -93,7 +93,7 @@ def test_what_was_shown_before_is_computed_again_only_behind_a_change(report: Re
         for trial in trials:
             assert trial.file_tokens > 200
             assert 0 <= trial.new_file_tokens <= trial.file_tokens
-            if kind != "files, one edited":
+            if kind != "files edited":
                 assert trial.new_file_tokens < trial.file_tokens / 20, "the planner keeps the order"
             else:
                 assert trial.new_file_tokens > 0
@@ -289,6 +289,7 @@ def test_without_jumps_there_are_only_files(calls: list[ReuseOptions]) -> None:
         ),
         (["--methods", "cacheblend:ratio=2"], "cacheblend: ratio must be from 0 to 1, not 2"),
         (["--jumps", "0", "--contexts", "0"], "there is nothing to measure"),
+        (["--shown", "1", "--ways", "again,last"], "--ways takes again, reordered, beside, edited"),
         (["--shown", "1", "--files", "3"], "--files takes two numbers, the least and the most"),
     ],
 )

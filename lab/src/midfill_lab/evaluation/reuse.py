@@ -176,7 +176,7 @@ def _chosen(results: Sequence[MethodResult], carets: int, margin: float) -> tupl
 def _result(jumps: Sequence[Jump], method: str) -> MethodResult:
     groups = [jump.group for jump in jumps]
     own, exact = [jump.answer(method) for jump in jumps], [jump.exact for jump in jumps]
-    right = [[float(answer.right) for answer in answers] for answers in (exact, own)]
+    of_exact, right = ([float(answer.right) for answer in answers] for answers in (exact, own))
     divergences = [answer.divergence for answer in own]
     return MethodResult(
         method=method,
@@ -185,7 +185,7 @@ def _result(jumps: Sequence[Jump], method: str) -> MethodResult:
             each.ttft_seconds / other.ttft_seconds for each, other in zip(own, exact, strict=True)
         ),
         right=estimate_share([answer.right for answer in own], groups),
-        difference=estimate_difference(*right, groups),
+        difference=estimate_difference(of_exact, right, groups),
         same=estimate_share([answer.same for answer in own], groups),
         mean_divergence=fmean(divergences),
         median_divergence=median(divergences),
