@@ -7,6 +7,8 @@ the planner's.
 **Files.** Two requests have shown some files in an order, each at another document. The third asks
 with the same files in another order, so that no prefix of them is cached.
 
+**Files shown before**, as the planner lays them out: see ``reuse_contexts``.
+
 **Typing.** Twenty characters have been typed since the last request, laid out in PSM order, where
 all of the suffix moves with each keystroke, and as the planner does it, where it stays.
 
@@ -18,11 +20,9 @@ files are measured with files only, and their tenant has asked the earlier reque
 too.
 """
 
-import math
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean, median, stdev
 from typing import Annotated, Literal
 
 import msgspec
@@ -30,9 +30,19 @@ import numpy as np
 import typer
 
 from benchmarks.report import publish
+from benchmarks.reuse_contexts import CHANGES, count_known, parse_ways
 from benchmarks.reuse_nulls import reuse_nulls
-from benchmarks.reuse_scores import score_methods, score_names, sentinels_of
-from benchmarks.reuse_session import Measured, ReuseSession
+from benchmarks.reuse_report import (
+    FILES,
+    FULL,
+    Asked,
+    ReuseOptions,
+    ReuseReport,
+    Trial,
+    reuse_table,
+    shown_table,
+)
+from benchmarks.reuse_scores import score_methods
 from midfill.cli.options import ThreadsOption
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
@@ -41,125 +51,19 @@ from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.methods.contexts.method import ParallelMethod
-from midfill.methods.registry import methods_of, parse_name, resolve_method
 from midfill.methods.reuse.cachecraft import CacheCraft
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
-from midfill.system.machine import Machine, describe_machine
+from midfill.system.machine import describe_machine
 from midfill_lab.bench.documents import unseen_documents
 from midfill_lab.bench.methods.probes import draw_lines
 from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
 from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.evaluation.jumps import parse_reuse_methods
 from midfill_lab.evaluation.metrics import is_exact_first_line
+from midfill_lab.evaluation.models import ModelChoice
 from midfill_lab.evaluation.problems import Problem
-from midfill_lab.evaluation.summary import estimate_difference, estimate_share
-from midfill_lab.reporting import ResultTable, saver
-
-FULL = "none"  # specification under which everything is computed that is no exact prefix
-FILES = "files"  # the kind of prompts that show files
-
-
-class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
-
-    Attributes:
-        methods: specifications, beside ``FULL``.
-        windows: of jumps, characters before and after the caret, as "2000/600".
-        jumps: how many per window.
-        contexts: prompts with files that were shown before, in another order; as many keystrokes
-            are typed in each of two layouts, with the first window.
-        files: least and most files of each.
-        file_tokens: least and most tokens of a file.
-        seed: all chance follows from it.
-        nulls: whether methods that choose tokens are compared with their nulls.
-        scores: whether CacheBlend is compared with other scores.
-    """
-
-    methods: list[str]
-    windows: list[str]
-    jumps: int = 60
-    contexts: int = 12
-    files: tuple[int, int] = (3, 6)
-    file_tokens: tuple[int, int] = (500, 1500)
-    seed: int = 0
-    nulls: bool = False
-    scores: bool = False
-
-    @property
-    def compared(self) -> dict[str, str]:
-        """By name of a null or of another score, the method that it is compared with."""
-        nulls = reuse_nulls(self.methods) if self.nulls else {}
-        scores = score_names(self.methods) if self.scores else {}
-        return {name: of for name, (of, _) in nulls.items()} | scores
-
-    @property
-    def names(self) -> list[str]:
-        """Of the methods, each followed by what is compared with it."""
-        compared = self.compared
-        return [
-            name
-            for method in self.methods
-            for name in (method, *(other for other, of in compared.items() if of == method))
-        ]
-
-
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What one prompt took under one method, and what came of it.
-
-    Attributes:
-        ttft_seconds: until the logits of the first token were there.
-        row_layers: rows times layers that were computed until then.
-        key_pairs: pairs of a row and a key that it attends to, in all layers together.
-        reused_tokens: prompt tokens whose KV came from elsewhere.
-        divergence: KL of the first token's distribution from that under ``FULL``, in nats.
-        answer: its first line.
-        exact: whether that is the text that was there.
-    """
-
-    ttft_seconds: float
-    row_layers: int
-    key_pairs: int
-    reused_tokens: int
-    divergence: float
-    answer: str
-    exact: bool
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt under every method.
-
-    Attributes:
-        kind: "jump 2000/600", "files", "typing, PSM" or "typing, planner".
-        name: of the place in its file.
-        tokens: of the prompt.
-        cached: how many of them are an exact prefix in the cache.
-        asked: by specification.
-    """
-
-    kind: str
-    name: str
-    tokens: int
-    cached: int
-    asked: dict[str, Asked]
-
-
-class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one call measured.
-
-    Attributes:
-        layers: of the model.
-        load: other work on the machine when it began (the system's load average).
-        text: where the files come from.
-    """
-
-    model: str
-    backend: str
-    layers: int
-    machine: Machine
-    load: float
-    text: str
-    options: ReuseOptions
-    trials: list[Trial]
-
+from midfill_lab.evaluation.reuse_session import Measured, ReuseSession
+from midfill_lab.reporting import saver
 
 _DOCUMENTS = 40
 _MAX_TOKENS = 32
@@ -194,7 +98,10 @@ def measure_reuse(
     load = os.getloadavg()[0]
     documents = unseen_documents(_DOCUMENTS, seed=options.seed, shortest=9000, longest=20_000)
     nulls = reuse_nulls(options.methods) if options.nulls else {}
-    session = ReuseSession(model, threads, {name: null for name, (_, null) in nulls.items()})
+    extra = {name: null for name, (_, null) in nulls.items()}
+    if options.scores:
+        extra |= score_methods(options.methods)
+    session = ReuseSession(ModelChoice(model=model, threads=threads), extra)
     trials: list[Trial] = []
 
     def report() -> ReuseReport:
@@ -212,10 +119,8 @@ def measure_reuse(
     try:
         if session.format is None:
             raise MidfillError(f"{model} has no FIM tokens: it can't fill in anything")
-        if options.scores:
-            session.add_methods(score_methods(options.methods, sentinels_of(session.format)))
         run = _Run(session, options)
-        holes = draw(documents.texts, max(options.jumps, options.contexts))
+        holes = draw(documents.texts, max(options.jumps, options.contexts, options.shown))
         for trial in run.trials(windows, holes, documents.texts):
             trials.append(trial)
             progress(f"{trial.kind}: {trial.name}")
@@ -231,7 +136,6 @@ class _Run:
     def __init__(self, session: ReuseSession, options: ReuseOptions) -> None:
         self._session = session
         self._options = options
-        self._tenants = 0
         self._typed_window = _window(options.windows[0]) if options.windows else None
 
     def trials(
@@ -248,6 +152,7 @@ class _Run:
         for name, window in windows.items():
             yield from self.jumps(f"jump {name}", window, jumps)
         yield from self.files(contexts, texts)
+        yield from self.shown(holes[: self._options.shown], texts)
         if windows:
             yield from self.typing("psm", contexts)
             yield from self.typing("auto", contexts)
@@ -296,6 +201,31 @@ class _Run:
             )
             yield self._trial(FILES, hole, before, encoder.infill(request))
 
+    def shown(self, holes: Sequence[Problem], texts: Sequence[str]) -> Iterator[Trial]:
+        """Yield one trial per hole and way."""
+        for number, hole in enumerate(holes):
+            for kind in self._options.ways:
+                chance = random.Random(f"{self._options.seed}/shown/{hole.id}")
+                encoder = self._session.encoder(_SHOWN)
+                others = [text for text in texts if text[:40] not in hole.prefix[:40]]
+                other, *files = self._draw_files(others, chance, 1)
+                text = others[number * 7 % len(others)]
+                half = len(text) // 2
+                first, second = (
+                    encoder.infill(
+                        InfillRequest(prefix=prefix, suffix=suffix, context_files=tuple(shown))
+                    )
+                    for prefix, suffix, shown in (
+                        (text[:half], text[half:], files),
+                        (hole.prefix, hole.suffix, CHANGES[kind](files, other, chance)),
+                    )
+                )
+                trial = self._trial(kind, hole, [first], second)
+                known = count_known(first, second, trial.cached)
+                yield msgspec.structs.replace(
+                    trial, file_tokens=known.shown, new_file_tokens=known.new
+                )
+
     def typing(self, layout: Literal["psm", "auto"], holes: Sequence[Problem]) -> Iterator[Trial]:
         """Yield one trial per hole."""
         kind = "typing, PSM" if layout == "psm" else "typing, planner"
@@ -309,17 +239,19 @@ class _Run:
             )
             yield self._trial(kind, hole, [before], now)
 
-    def _draw_files(self, texts: Sequence[str], chance: random.Random) -> list[ContextFile]:
+    def _draw_files(
+        self, texts: Sequence[str], chance: random.Random, more: int = 0
+    ) -> list[ContextFile]:
         tokenizer, options = self._session.tokenizer, self._options
         files = []
-        for number, text in enumerate(chance.sample(texts, chance.randint(*options.files))):
+        for number, text in enumerate(chance.sample(texts, chance.randint(*options.files) + more)):
             ids = tokenizer.encode(text)[: chance.randint(*options.file_tokens)]
             lines = tokenizer.decode(ids).rpartition("\n")[0] + "\n"
             files.append(ContextFile(text=lines, path=f"part{number}.py"))
         return files
 
     def _trial(self, kind: str, hole: Problem, before: Sequence[Prompt], prompt: Prompt) -> Trial:
-        tenant = self._prepared(before)
+        tenant = self._session.tenant_who_asked(before)
         found: dict[str, Measured] = {}
         compared = self._options.compared
         for method in (*self._options.names, FULL):
@@ -328,13 +260,15 @@ class _Run:
                 found[method] = own  # there is nothing to choose from
                 continue
             if isinstance(self._session.find_method(method), ParallelMethod | CacheCraft):
-                if kind == FILES:
-                    knowing = self._prepared(before, method)
+                if kind == FILES or kind in CHANGES:
+                    knowing = self._session.tenant_who_asked(before, method)
                     found[method] = self._session.ask(prompt, method, knowing, _MAX_TOKENS)
                 continue
             found[method] = self._session.ask(prompt, method, tenant, _MAX_TOKENS)
             if method != FULL and not found[method].reused_tokens:
-                tenant = self._prepared(before)  # the prompt was computed, and is cached now
+                tenant = self._session.tenant_who_asked(
+                    before
+                )  # the prompt was computed, and is cached now
         full = found[FULL]
         return Trial(
             kind=kind,
@@ -344,20 +278,13 @@ class _Run:
             asked={method: self._asked(measured, full, hole) for method, measured in found.items()},
         )
 
-    def _prepared(self, before: Sequence[Prompt], method: str = FULL) -> str:
-        """Return a tenant who has asked some prompts."""
-        self._tenants += 1
-        tenant = f"trial {self._tenants}"
-        for prompt in before:
-            self._session.ask(prompt, method, tenant, 1)
-        return tenant
-
     def _asked(self, measured: Measured, full: Measured, hole: Problem) -> Asked:
         p, q = full.log_probabilities, measured.log_probabilities
         return Asked(
             ttft_seconds=measured.ttft_seconds,
             row_layers=measured.row_layers,
             key_pairs=measured.key_pairs,
+            cached_tokens=measured.cached_tokens,
             reused_tokens=measured.reused_tokens,
             divergence=max(float((np.exp(p) * (p - q)).sum()), 0.0),
             answer=measured.answer,
@@ -370,108 +297,6 @@ def _window(name: str) -> WindowRule:
     if not (slash and before.isdigit() and after.isdigit()):
         raise MidfillError(f"a window is characters before/after, like 2000/600, not {name!r}")
     return WindowRule(int(before), int(after))
-
-
-def reuse_table(report: ReuseReport) -> ResultTable:
-    """Return a row per kind of prompt and method."""
-    kinds = dict.fromkeys(trial.kind for trial in report.trials)
-    rows = [
-        _row(report, kind, method)
-        for kind in kinds
-        for method in (FULL, *report.options.names)
-        if any(trial.kind == kind and method in trial.asked for trial in report.trials)
-    ]
-    options = report.options
-    nulls = (
-        " Random and first tokens: as many are computed again as under the method above; their KL"
-        " minus the method's on the same prompts, with its 95% interval."
-        if options.nulls
-        else ""
-    )
-    if options.scores:
-        nulls += (
-            " Nearest: as many tokens as under the method above, those nearest to the caret."
-            " Attention: those that the last tokens before the answer attend to most in the check"
-            " layer; deviation x attention: its product with CacheBlend's own score."
-        )
-    few, many = options.files
-    least, most = options.file_tokens
-    return ResultTable(
-        title=f"KV from elsewhere: {report.model}",
-        rows=rows,
-        labels=2,
-        caption=f"{report.model}, {report.backend}; places in files of {report.text}. Jumps: the"
-        " third request of a file, by the window around its caret. Files: the third request with"
-        f" {few} to {many} files of {least:,} to {most:,} tokens, in another order than before."
-        " Typing: twenty characters after the request before. Work: until the first token, of all"
-        " prompts together, as a share of what they take without a method: rows times layers, pairs"
-        " of rows and keys, and time; rows: as many through all layers would be the same work. KL:"
-        " of the first token's distribution from the exact one, in nats. Same: answers whose first"
-        " line is that of the exact one. Right: answers whose first line is the text that was"
-        " there, and in brackets the difference in points with its 95% interval. Tokens: of a"
-        f" prompt, and how many of them are no cached prefix.{nulls} {report.machine}; load"
-        f" {report.load:.1f} when it began.",
-    )
-
-
-def _row(report: ReuseReport, kind: str, method: str) -> dict[str, str]:
-    trials = [trial for trial in report.trials if trial.kind == kind]
-    found = [trial.asked[method] for trial in trials]
-    full = [trial.asked[FULL] for trial in trials]
-    divergences = [own.divergence for own in found]
-    same = [own.answer == other.answer for own, other in zip(found, full, strict=True)]
-    return {
-        "prompts": f"{kind} ({len(trials)})",
-        "method": method,
-        "tokens": f"{fmean(t.tokens for t in trials):,.0f}"
-        f" / {fmean(t.tokens - t.cached for t in trials):,.0f}",
-        "rows": f"{fmean(own.row_layers for own in found) / report.layers:,.0f}",
-        "rows x layers": _share([own.row_layers for own in found], [x.row_layers for x in full]),
-        "key pairs": _share([own.key_pairs for own in found], [x.key_pairs for x in full]),
-        "time": _share([own.ttft_seconds for own in found], [x.ttft_seconds for x in full]),
-        "KL mean": f"{fmean(divergences):.3f}",
-        "KL median": f"{median(divergences):.4f}",
-        **_null_cells(report, trials, method),
-        "same": f"{fmean(same):.0%}" + _same_interval(report, same, trials),
-        "right": f"{fmean(own.exact for own in found):.0%}{_difference(found, full)}",
-    }
-
-
-def _same_interval(report: ReuseReport, same: Sequence[bool], trials: Sequence[Trial]) -> str:
-    """Return the 95% interval of a share, where scores are compared by it."""
-    if not report.options.scores:
-        return ""
-    found = estimate_share(same, [trial.name for trial in trials])
-    return f" [{found.low:.0%}, {found.high:.0%}]"
-
-
-def _null_cells(report: ReuseReport, trials: Sequence[Trial], name: str) -> dict[str, str]:
-    """Return how much larger a null's or score's divergence is than its method's, if any is."""
-    compared = report.options.compared
-    if not compared:
-        return {}
-    head = "KL minus the method's"
-    if name not in compared:
-        return {head: ""}
-    found = estimate_difference(
-        [trial.asked[compared[name]].divergence for trial in trials],
-        [trial.asked[name].divergence for trial in trials],
-        [trial.name for trial in trials],
-    )
-    return {head: f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"}
-
-
-def _share(some: Sequence[float], whole: Sequence[float]) -> str:
-    return f"{sum(some) / sum(whole):.2f}"
-
-
-def _difference(found: Sequence[Asked], full: Sequence[Asked]) -> str:
-    """Return the paired difference in points with its interval; nothing where they are the same."""
-    if found == full or len(found) < 2:
-        return ""
-    points = [100.0 * (a.exact - b.exact) for a, b in zip(found, full, strict=True)]
-    reach = 1.96 * stdev(points) / math.sqrt(len(points))
-    return f" ({fmean(points):+.1f} ± {reach:.1f})"
 
 
 _METHODS = (
@@ -490,6 +315,19 @@ JumpsOption = Annotated[int, typer.Option(min=0, help="Jumps of the caret per wi
 ContextsOption = Annotated[
     int, typer.Option(min=0, help="Prompts with files that were shown before.")
 ]
+ShownOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Prompts with files that the request before has shown, in each of some ways, as the"
+        " planner lays them out.",
+    ),
+]
+WaysOption = Annotated[str, typer.Option(help="These ways, separated by commas.")]
+FilesOption = Annotated[
+    str, typer.Option(metavar="LEAST,MOST", help="Files of a prompt that shows some.")
+]
+FileTokensOption = Annotated[str, typer.Option(metavar="LEAST,MOST", help="Tokens of such a file.")]
 NullsOption = Annotated[
     bool,
     typer.Option(
@@ -512,6 +350,10 @@ def reuse(
     windows: WindowsOption = "2000/600,6000/1500",
     jumps: JumpsOption = 60,
     contexts: ContextsOption = 12,
+    shown: ShownOption = 0,
+    ways: WaysOption = "again,reordered,beside,edited",
+    files: FilesOption = "3,6",
+    file_tokens: FileTokensOption = "500,1500",
     seed: SeedOption = 0,
     nulls: NullsOption = False,
     scores: ScoresOption = False,
@@ -524,21 +366,20 @@ def reuse(
     Counted work and time to the first token, and how far its distribution and the answers are from
     the exact ones. Without jumps, only prompts with files are measured, for a section of their own.
     """
-    chosen = methods.split()
-    for specification in chosen:
-        resolve_method(specification)
-        if parse_name(specification) not in methods_of("reuse"):
-            *others, last = methods_of("reuse")
-            raise MidfillError(
-                f"{specification} takes no KV from elsewhere, as {', '.join(others)} and {last} do"
-            )
-    if not jumps and not contexts:
-        raise MidfillError("there is nothing to measure: --jumps or --contexts must be above 0")
+    chosen = list(parse_reuse_methods(methods))
+    if not jumps and not contexts and not shown:
+        raise MidfillError(
+            "there is nothing to measure: --jumps, --contexts or --shown must be above 0"
+        )
     options = ReuseOptions(
         methods=chosen,
         windows=[name.strip() for name in windows.split(",")] if jumps else [],
         jumps=jumps,
         contexts=contexts,
+        shown=shown,
+        ways=parse_ways(ways),
+        files=_bounds("--files", files),
+        file_tokens=_bounds("--file-tokens", file_tokens),
         seed=seed,
         nulls=nulls,
         scores=scores,
@@ -552,5 +393,15 @@ def reuse(
             progress=progress,
             save=saver(json),
         )
-    section = "reuse" if jumps else "reuse-files"
-    publish(report, reuse_table(report), section=section, json=json, docs=docs)
+    if jumps or contexts:
+        section = "reuse" if jumps else "reuse-files"
+        publish(report, reuse_table(report), section=section, json=json, docs=docs)
+    if shown:
+        publish(report, shown_table(report), section="reuse-shown", json=json, docs=docs)
+
+
+def _bounds(option: str, text: str) -> tuple[int, int]:
+    least, comma, most = text.partition(",")
+    if not (comma and least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise MidfillError(f"{option} takes two numbers, the least and the most, not {text!r}")
+    return int(least), int(most)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import typer
 
-from benchmarks.report import publish
+from benchmarks.report import difference_cell, publish
 from benchmarks.reuse_nulls import reuse_nulls
 from benchmarks.reuse_prompts import AGENTS, CHUNKS, EDITS, LOADS, LoadMaker, LoadPrompt, LoadSizes
 from midfill.arrays import Float32Array, RunnerArray
@@ -47,7 +47,6 @@ from midfill.runners.forward.logits import log_softmax
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
 from midfill_lab.cli.outputs import DocsOption
-from midfill_lab.evaluation.summary import estimate_difference
 from midfill_lab.reporting import ResultTable, saver
 
 FULL = "none"
@@ -480,12 +479,12 @@ def _row(report: LoadReport, result: LoadResult, name: str) -> dict[str, str]:
     elif name == FULL:
         cells["right"] = f"{fmean(each.right for each in full.answers):.0%}"
     if used and of != name:
-        beside = estimate_difference(
+        cells["minus the method's"] = difference_cell(
             [reference.answers[number].divergence for number in used],
             [each.divergence for each in taken],
             [result.groups[number] for number in used],
+            digits=4,
         )
-        cells["minus the method's"] = f"{beside.value:+.4f} [{beside.low:+.4f}, {beside.high:+.4f}]"
     cached = own.cached_tokens * report.slot_bytes
     cells["remembered"] = f"{own.method_bytes / 1e6:.1f} MB"
     cells["KV cached"] = f"{cached / 1e6:.0f} MB"

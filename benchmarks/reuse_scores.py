@@ -1,18 +1,16 @@
 """Other scores by which CacheBlend could choose what it computes again, for jumps of the caret.
 
 CacheBlend takes the tokens whose KV deviates most. These take as many: the nearest to the caret in
-the text, those that the prompt's last tokens attend to most, or those with the largest product of
-that attention and the deviation.
+the text (its own ``order=caret``), those that the prompt's last tokens attend to most, or those
+with the largest product of that attention and the deviation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
-from midfill.infill.formats import FimFormat
+from midfill.arrays import Float32Array, Float64Array, Int64Array
 from midfill.methods.method import Method
 from midfill.methods.registry import resolve_method
 from midfill.methods.reuse.attention import head_weights
@@ -21,54 +19,10 @@ from midfill.methods.reuse.method import LayerKV
 from midfill.methods.reuse.sequence import BlendedSequence, ReuseKind
 from midfill.methods.sequence_method import RequestFacts, SequenceMethod, SequenceView
 
-SCORES = {"nearest": "near", "attention": "attention", "deviation x attention": "both"}
+NEAREST = "nearest"
+SCORES = {NEAREST: "near", "attention": "attention", "deviation x attention": "both"}
 """What each is called in tables, and in code."""
 _LAST = 32  # rows whose attention counts
-
-
-class Sentinels(NamedTuple):
-    """The ids of a format's sentinels; each begins a part of a prompt."""
-
-    prefix: int
-    suffix: int
-    middle: int  # -1: none
-
-
-NO_SENTINELS = Sentinels(-1, -1, -1)
-
-
-def sentinels_of(format: FimFormat) -> Sentinels:
-    """Return the ids of a format's sentinels."""
-    middle = -1 if format.middle is None else format.middle.token_id
-    return Sentinels(format.prefix.token_id, format.suffix.token_id, middle)
-
-
-def caret_distances(tokens: Int32Array, sentinels: Sentinels) -> Int64Array:
-    """Return how many tokens of text are between each token and the caret: [n] int64.
-
-    What follows the middle's sentinel is the prefix's end. Sentinels, and tokens of no part, are
-    as far as anything can be.
-
-    Args:
-        tokens: [n] int32, a prompt in any order of its parts.
-        sentinels: of the model's format.
-    """
-    count = len(tokens)
-    starts = {name: np.flatnonzero(tokens == token) for name, token in sentinels._asdict().items()}
-    ends = sorted([*(int(found[-1]) for found in starts.values() if len(found)), count])
-    distances = np.full(count, count, np.int64)
-
-    def part(name: str) -> range:
-        if not len(starts[name]):
-            return range(0)
-        first = int(starts[name][-1])
-        return range(first + 1, next(end for end in ends if end > first))
-
-    prefix, suffix, middle = part("prefix"), part("suffix"), part("middle")
-    before = np.array([*prefix, *middle], np.int64)
-    distances[before] = np.arange(len(before))[::-1]
-    distances[list(suffix)] = np.arange(len(suffix))
-    return distances
 
 
 @dataclass(frozen=True)
@@ -76,22 +30,14 @@ class ScoredBlend(CacheBlend):
     """CacheBlend by another score; implements ``methods.reuse.sequence.OwnSequences``.
 
     Attributes:
-        score: "near", "attention" or "both".
-        sentinels: of the model's format.
+        score: "attention" or "both".
     """
 
-    score: str = "near"
-    sentinels: Sentinels = NO_SENTINELS
+    score: str = "attention"
 
     def attach(self, name: str, request: RequestFacts, shared: ReuseKind) -> BlendedSequence | None:
         """See ``OwnSequences.attach``."""
         return ScoredSequence(name, self, shared)
-
-    def best(self, scores: Float64Array) -> Int64Array:
-        """Return as many tokens as CacheBlend would compute again: [n] int64, ascending."""
-        ranked = np.argsort(-scores, kind="stable")[: self.recomputed(len(scores))]
-        chosen: Int64Array = np.sort(ranked).astype(np.int64)
-        return chosen
 
 
 class ScoredSequence(BlendedSequence):
@@ -126,10 +72,6 @@ class ScoredSequence(BlendedSequence):
     ) -> Int64Array:
         """See ``BlendedSequence``."""
         method = self._scored
-        if method.score == "near":
-            prompt = sequence.tokens[: sequence.prompt_length]
-            distances = caret_distances(prompt, method.sentinels)
-            return method.best(-distances[numbers].astype(np.float64))
         attention = self._attention(sequence)[numbers]
         if method.score == "attention":
             return method.best(attention)
@@ -159,14 +101,22 @@ def score_names(specifications: Sequence[str]) -> dict[str, str]:
     }
 
 
-def score_methods(specifications: Sequence[str], sentinels: Sentinels) -> dict[str, Method]:
+def score_methods(specifications: Sequence[str]) -> dict[str, Method]:
     """Return CacheBlends by other scores, by their names."""
     found: dict[str, Method] = {}
     for name, specification in score_names(specifications).items():
         method = resolve_method(specification)
         assert isinstance(method, CacheBlend)
-        score = SCORES[name.removeprefix(f"{specification} ")]
-        found[name] = ScoredBlend(
-            method.ratio, method.check_layer, method.compare, method.min_run, score, sentinels
+        title = name.removeprefix(f"{specification} ")
+        found[name] = (
+            replace(method, order="caret")
+            if title == NEAREST
+            else ScoredBlend(
+                method.ratio,
+                method.check_layer,
+                method.compare,
+                method.min_run,
+                score=SCORES[title],
+            )
         )
     return found

@@ -83,6 +83,7 @@ TESTED_THROUGH = {
         "lab/cli/evaluation/choices",
         "lab/cli/evaluation/confidence",
         "lab/cli/evaluation/options",
+        "lab/cli/evaluation/reuse",
     ),
     "lsp/test_completer.py": ("lsp/api_client",),
     "lsp/test_language_server.py": ("lsp/protocol",),

@@ -193,6 +193,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         method: compresses the KV of every prompt whose request names no method, or takes it from
             elsewhere: "cake:budget=256", see ``methods.registry``.
         allow_methods: names of the methods that requests may choose; "any" allows all.
+        reuse: takes KV of infilling prompts from elsewhere whose requests name no method: a
+            specification, "off", or "auto" for what was measured of the model. Servers ask for it.
         warm_tier: where KV is kept that may be evicted or lost.
     """
 
@@ -307,6 +309,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             " repeated. 'none' lets them keep all KV, 'any' allows everything.",
         ),
     ] = ()
+    reuse: Annotated[
+        str,
+        Flag(
+            panel="Advanced",
+            kind="reuse",
+            metavar="auto|off|NAME[:OPTION=VALUE,...]",
+            help="How infilling prompts take KV from elsewhere after a jump of the caret, as in"
+            " cacheblend:ratio=0.4,order=caret: auto, as was measured for the model, and not where"
+            " --method is given; off, never. The exact KV follows in idle time.",
+        ),
+    ] = "auto"
     warm_tier: WarmTierOptions = WarmTierOptions()
 
     @property

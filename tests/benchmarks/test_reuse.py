@@ -11,8 +11,17 @@ from typer.testing import CliRunner
 
 from benchmarks import reuse as bench
 from benchmarks.__main__ import make_app
-from benchmarks.reuse import FULL, ReuseOptions, ReuseReport, Trial, measure_reuse, reuse_table
+from benchmarks.reuse import measure_reuse
+from benchmarks.reuse_contexts import CHANGES
 from benchmarks.reuse_nulls import reuse_nulls
+from benchmarks.reuse_report import (
+    FULL,
+    ReuseOptions,
+    ReuseReport,
+    Trial,
+    reuse_table,
+    shown_table,
+)
 from midfill.errors import MidfillError
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.reuse.cachecraft import CacheCraft
@@ -31,6 +40,7 @@ OPTIONS = ReuseOptions(
     windows=["700/300"],
     jumps=3,
     contexts=2,
+    shown=2,
     files=(2, 3),
     file_tokens=(150, 300),
 )
@@ -58,7 +68,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> ReuseReport:
         threads=1,
         save=lambda one: saved.append(one),
     )
-    assert len(saved) == 9
+    assert len(saved) == 17
     return report
 
 
@@ -71,9 +81,27 @@ def test_every_prompt_is_asked_with_every_method(report: ReuseReport) -> None:
     assert len(of_kind(report, "files")) == 2
     assert len(of_kind(report, "typing, PSM")) == len(of_kind(report, "typing, planner")) == 2
     for trial in report.trials:
-        files = [APART] if trial.kind == "files" else []
+        files = [APART] if trial.kind.startswith("files") else []
         assert list(trial.asked) == [NOTHING, SOME, *NULLS, *SCORES, *files, FULL]
     assert all(trial.tokens > trial.cached for trial in report.trials)
+
+
+def test_what_was_shown_before_is_computed_again_only_behind_a_change(report: ReuseReport) -> None:
+    shown = {kind: of_kind(report, kind) for kind in CHANGES}
+    assert [len(trials) for trials in shown.values()] == [2] * len(CHANGES)
+    for kind, trials in shown.items():
+        for trial in trials:
+            assert trial.file_tokens > 200
+            assert 0 <= trial.new_file_tokens <= trial.file_tokens
+            if kind != "files edited":
+                assert trial.new_file_tokens < trial.file_tokens / 20, "the planner keeps the order"
+            else:
+                assert trial.new_file_tokens > 0
+            exact = trial.shown(FULL)
+            assert (exact.again, exact.same) == (trial.new_file_tokens, True)
+    table = shown_table(report)
+    assert next(row["prompts"] for row in table.rows) == "files again (2)"
+    assert {row["method"] for row in table.rows} == {FULL, APART, NOTHING, SOME, *NULLS, *SCORES}
 
 
 def test_files_that_are_computed_apart_are_measured_where_there_are_some(
@@ -261,6 +289,8 @@ def test_without_jumps_there_are_only_files(calls: list[ReuseOptions]) -> None:
         ),
         (["--methods", "cacheblend:ratio=2"], "cacheblend: ratio must be from 0 to 1, not 2"),
         (["--jumps", "0", "--contexts", "0"], "there is nothing to measure"),
+        (["--shown", "1", "--ways", "again,last"], "--ways takes again, reordered, beside, edited"),
+        (["--shown", "1", "--files", "3"], "--files takes two numbers, the least and the most"),
     ],
 )
 def test_bad_options_are_one_clear_line(

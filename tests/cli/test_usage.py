@@ -26,6 +26,8 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
          f" {SERVE}"),
         ("serve --method snapkw", "--method: there is no method 'snapkw'; did you mean 'snapkv'?"
          f" {SERVE}"),
+        ("serve --reuse cake", "--reuse: cake takes no KV from elsewhere, as cacheblend,"
+         f" cachecraft, kvshare, kvcomm and ape do {SERVE}"),
         ("serve --allow-method snapkw", "--allow-method: there is no method 'snapkw'; did you mean"
          f" 'snapkv'? {SERVE}"),
         ("serve --threads 2000", f"--threads takes at most 1024, not 2000 {SERVE}"),

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from client_prompts import CLIENT_PROMPTS, NEXT_EDIT_PROMPTS, ClientPrompt
 
+from midfill.engine.request import TokenSpans
 from midfill.frontend.prompt import with_token_stops
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
-from midfill.infill.request import InfillRequest
+from midfill.infill.context_files import ContextFile
+from midfill.infill.request import InfillRequest, RequestedLayout
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 
@@ -84,3 +86,29 @@ def test_the_text_before_the_suffix_is_counted(prompts: PromptEncoder) -> None:
 def test_text_is_left_alone(checkpoint: Checkpoint, prompts: PromptEncoder) -> None:
     sampling = SamplingParams(stop=("\n\n", "def "))
     assert with_token_stops(sampling, [prompts.raw("x")], checkpoint.tokenizer) is sampling
+
+
+@pytest.mark.parametrize("layout", ["psm", "efim", "spm"])
+def test_a_request_says_where_the_documents_text_is(
+    checkpoint: Checkpoint, prompts: PromptEncoder, layout: RequestedLayout
+) -> None:
+    prefix, suffix = "alpha = 1\nbeta = 2\ngam", "ma = 3\ndelta = 4\n"
+    file = ContextFile("other = 5\n", "other.py")
+    prompt = prompts.infill(
+        InfillRequest(prefix=prefix, suffix=suffix, layout=layout, context_files=(file,))
+    )
+    request = prompt.request("r", SamplingParams())
+
+    def text(spans: TokenSpans) -> str:
+        ids = [prompt.token_ids[at] for start, end in spans for at in range(start, end)]
+        return checkpoint.tokenizer.decode(ids)
+
+    healed = prompt.begins_with.decode()
+    assert text(request.before_caret) + healed == prefix
+    assert text(request.after_caret) == suffix
+
+
+def test_a_raw_prompt_has_no_caret(prompts: PromptEncoder) -> None:
+    for prompt in (prompts.raw("alpha = 1\n"), prompts.tokens([5, 6, 7])):
+        request = prompt.request("r", SamplingParams())
+        assert request.before_caret == request.after_caret == ()

@@ -9,7 +9,8 @@ from midfill.errors import InvalidRequestError, OptionError
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.registry import METHODS, MethodEntry
-from midfill.methods.resolver import AllowedMethods, MethodResolver
+from midfill.methods.resolver import AllowedMethods, MethodResolver, infilling_method
+from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.served_model import ServedModel
 
 MODEL = ServedModel(config=CONFIG)
@@ -101,3 +102,49 @@ def test_many_specifications_are_not_all_remembered() -> None:
     for budget in range(100, 300):
         assert one.find(f"cake:budget={budget}") == Cake(budget=budget)
     assert len(one._found) <= 64
+
+
+BLEND = "cacheblend:ratio=0.4,order=caret"
+
+
+@pytest.mark.parametrize(
+    ("reuse", "method", "stated", "found"),
+    [
+        ("auto", "none", "off", "none"),
+        ("auto", "none", BLEND, BLEND),
+        ("auto", "cake", BLEND, "none"),
+        ("off", "none", BLEND, "none"),
+        (BLEND, "none", "off", BLEND),
+        (BLEND, "cake", "kvshare", BLEND),
+    ],
+)
+def test_infilling_requests_have_what_the_option_or_the_model_says(
+    reuse: str, method: str, stated: str, found: str
+) -> None:
+    assert infilling_method(reuse, method, stated) == found
+
+
+@pytest.mark.parametrize(
+    ("reuse", "stated", "error"),
+    [
+        ("cake", "off", "--reuse cake: cake takes no KV from elsewhere, as cacheblend, "),
+        ("cachblend", "off", "--reuse cachblend: there is no method 'cachblend'; did you mean"),
+        ("auto", "cacheblend:ratio=2", "reuse.method in the midfill.json: cacheblend: ratio must"),
+        ("auto", "cake", "reuse.method in the midfill.json: cake takes no KV from elsewhere"),
+        ("kvshare+cacheblend", "off", "takes no KV from elsewhere"),
+    ],
+)
+def test_what_is_no_method_of_reuse_is_a_wrong_option(reuse: str, stated: str, error: str) -> None:
+    with pytest.raises(OptionError, match=error):
+        infilling_method(reuse, "none", stated)
+
+
+def test_the_method_of_infilling_requests_may_be_named() -> None:
+    one = MethodResolver(lambda: MODEL, AllowedMethods(infilling=BLEND))
+    assert one.default is None
+    assert one.infilling == one.find(BLEND) == CacheBlend(ratio=0.4, order="caret")
+    with pytest.raises(InvalidRequestError, match="may not use 'cacheblend' here"):
+        one.find("cacheblend")
+    deep = AllowedMethods(infilling=f"cacheblend:check_layer={CONFIG.layers}")
+    with pytest.raises(OptionError, match=r"--reuse .*check_layer must be below"):
+        MethodResolver(lambda: MODEL, deep)

@@ -102,7 +102,7 @@ _NAMES = ("served_name", "aliases")
 _PROMPTS = ("fim_tokens", "window", "snippets", "idle_prefill", "logs")
 _ACCESS = ("api_keys", "api_key_file", "allowed_hosts")
 _LOADING = ("backend", "weights", "context", "kv_memory", "kv_cache_dtype")
-_STEPS = ("token_budget", "scheduler", "speculation", "method", "allow_methods")
+_STEPS = ("token_budget", "scheduler", "speculation", "method", "allow_methods", "reuse")
 
 
 @dataclass(frozen=True)

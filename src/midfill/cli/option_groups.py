@@ -31,6 +31,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "fim_tokens": values.parse_fim_tokens,
     "window": values.parse_window,
     "method": values.parse_method,
+    "reuse": values.parse_reuse,
     "scheduler": values.parse_scheduler,
     "allowed_method": values.parse_allowed_method,
     "codec": values.parse_codec,

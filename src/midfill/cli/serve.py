@@ -145,6 +145,7 @@ def banner(url: str, info: "EngineInfo", service: "ModelService", key_header: st
     body |= {"max_tokens": 16, "temperature": 0}
     adapter = f"\n  adapter  {info.adapter}" if info.adapter is not None else ""
     method = f"\n  method   {info.method}" if info.method != "none" else ""
+    method += f"\n  reuse    {info.reuse}" if info.reuse != "none" else ""
     aliases = f"\n  aliases  {', '.join(service.aliases)}" if service.aliases else ""
     return f"""midfill {__version__} serves {service.name}{aliases}
   model    {info.layers} layers, weights {format_size(info.weight_bytes)}, {info.backend}{adapter}

@@ -97,6 +97,19 @@ def parse_method(text: str) -> str:
     return checked(text, resolve_method)
 
 
+def parse_reuse(text: str) -> str:
+    """Return the specification of a method of reuse, checked; "auto" and "off" are two.
+
+    Raises:
+        typer.BadParameter: there is no such method or option, or a value doesn't fit.
+    """
+    if text in ("auto", "off"):
+        return text
+    from midfill.methods.resolver import check_reuse
+
+    return checked(text, check_reuse)
+
+
 def parse_allowed_method(text: str) -> str:
     """Return the name of a method that requests may choose, checked; "any" and "none" are two.
 

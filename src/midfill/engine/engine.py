@@ -227,6 +227,14 @@ class Engine:
         else:
             self._queues.add(sequence)
 
+    def check_method(self, method: Method | None) -> None:
+        """Check that requests can use a method.
+
+        Raises:
+            InvalidRequestError: they can't, whatever they ask.
+        """
+        self._methods.check(method)
+
     def prepare(self) -> None:
         """Do now what the first request with ``begins_with`` would wait for."""
         self._vocabulary.prepare()
@@ -478,6 +486,8 @@ def _facts(request: EngineRequest) -> RequestFacts:
         prompt=prompt,
         compress_after=request.compress_after or prompt,
         contexts=request.contexts,
+        before_caret=request.before_caret,
+        after_caret=request.after_caret,
         answers=request.sampling.n,
         scores_prompt=request.sampling.prompt_logprobs is not None,
         token_ids=request.token_ids,

@@ -31,9 +31,10 @@ from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
 from midfill.methods.method import Method
-from midfill.methods.resolver import AllowedMethods, MethodResolver
+from midfill.methods.resolver import AllowedMethods, MethodResolver, infilling_method
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
+from midfill.models.checkpoints.model_record import reuse_method_of
 from midfill.models.checkpoints.model_store import command_options
 from midfill.models.checkpoints.opening import model_digest
 from midfill.models.config import ModelConfig
@@ -81,7 +82,8 @@ def load_engine(
     """
     started = time.perf_counter() if started is None else started
     extra = {} if extra_methods is None else extra_methods
-    allowed = AllowedMethods(options.allow_methods, options.method)
+    reuse = infilling_method(options.reuse, options.method, reuse_method_of(checkpoint))
+    allowed = AllowedMethods(options.allow_methods, options.method, reuse)
     _check_state_options(checkpoint.config, options)
     runner = load_runner(checkpoint, options, progress)
     if runner.states is not None:
@@ -116,6 +118,10 @@ def load_engine(
         )
     except InvalidRequestError as error:
         raise OptionError(f"--method {options.method}: {error}") from None
+    try:
+        engine.check_method(resolver.infilling)
+    except InvalidRequestError as error:
+        raise OptionError(f"--reuse {reuse}: {error}") from None
     info = EngineInfo(
         backend=runner.description,
         layers=runner.config.layers,
@@ -127,6 +133,7 @@ def load_engine(
         load_seconds=time.perf_counter() - started,
         adapter=str(name) if (name := checkpoint.metadata.get(ADAPTER_KEY)) is not None else None,
         method=options.method,
+        reuse=reuse,
     )
     return engine, runner, info
 

@@ -27,6 +27,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         load_seconds: time from the start of loading until ready.
         adapter: name of the adapter merged into the model; None if there is none.
         method: of requests that name none; "none" where they compute and keep everything.
+        reuse: of infilling requests that name none, where servers are to name one for them; else
+            "none".
     """
 
     backend: str
@@ -39,6 +41,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     adapter: str | None = None
     method: str = "none"
+    reuse: str = "none"
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,9 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "cancelled", "expired", "error"]
 
+TokenSpans = tuple[tuple[int, int], ...]
+"""Number of the first token of each run of a prompt's tokens, and of what follows it."""
+
 
 class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are sampled. Names and meanings follow the OpenAI API and vLLM.
@@ -118,6 +121,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         head_tokens: how many of the prompt's first tokens stand before the text after the caret, in
             layouts that go on after it: when the caret has moved on, a longer head begins with
             them. 0 says nothing.
+        before_caret, after_caret: where the document's text stands in the prompt, in the order of
+            the text; empty if there is no caret. Only methods that go by the distance to the caret
+            ask for it.
         document: the planner's id of the document; "" if there is none. An engine of several
             machines keeps a document's KV in one place.
         answered: first tokens of the answer, which another engine has generated; the answer goes on
@@ -139,6 +145,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     compress_after: int = 0
     score_from: int = 1
     contexts: tuple[int, ...] = ()
+    before_caret: TokenSpans = ()
+    after_caret: TokenSpans = ()
     method: str | None = None
     head_tokens: int = 0
     document: str = ""

@@ -21,11 +21,12 @@ from midfill.engine.request import (
     EngineRequest,
     EngineSamplingParams,
     RequestHints,
+    TokenSpans,
 )
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.confidence import START_TOKENS, ConfidenceRule
-from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
+from midfill.infill.layout import LayoutName, PromptLayout, Role, TextSegment
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import sentinel_texts
 from midfill.models.tokens.tokenizer import Tokenizer
@@ -225,10 +226,28 @@ class Prompt:
             method=self.method,
             contexts=self.contexts,
             head_tokens=self.head_tokens,
+            before_caret=self._token_spans("prefix", "increment"),
+            after_caret=self._token_spans("suffix"),
             document=self.document,
             deadline=deadline,
             hints=hints,
         )
+
+    def _token_spans(self, *roles: Role) -> TokenSpans:
+        """Return where the tokens of text with some roles are, without those that were left out.
+
+        The text of a role, or of a head and what follows the suffix, stands in the prompt in the
+        order that it has in the document.
+        """
+        if self.layout is None or not self.parts:
+            return ()
+        spans, at = [], len(self.parts[0])
+        for segment, ids in zip(self.layout.segments, self.parts[1:], strict=True):
+            end = min(at + len(ids), len(self.token_ids))
+            if isinstance(segment, TextSegment) and segment.role in roles and at < end:
+                spans.append((at, end))
+            at += len(ids)
+        return tuple(spans)
 
     def background_request(self, tenant: str) -> EngineRequest:
         """Return the request to compute the prompt while the engine is idle, and generate nothing.

@@ -8,6 +8,7 @@ from midfill.methods.method import Method, ModelSpecific
 from midfill.methods.registry import (
     OFF,
     check_name,
+    methods_of,
     parse_name,
     resolve_method,
     split_methods,
@@ -17,7 +18,49 @@ from midfill.methods.served_model import ServedModel
 ANY = "any"
 """Stands for all methods in a list of those that requests may use."""
 
+AUTO, NEVER = "auto", "off"
+"""Of ``--reuse``: what was measured of the model, and nothing at all."""
+
 _MAX_REMEMBERED = 64
+
+
+def check_reuse(specification: str) -> None:
+    """Check that a specification is of one method of reuse.
+
+    Raises:
+        InvalidRequestError: it isn't.
+    """
+    resolve_method(specification)
+    if parse_name(specification) not in methods_of("reuse"):
+        *others, last = methods_of("reuse")
+        raise InvalidRequestError(
+            f"{specification} takes no KV from elsewhere, as {', '.join(others)} and {last} do",
+            param="method",
+        )
+
+
+def infilling_method(reuse: str, method: str, stated: str) -> str:
+    """Return the specification for infilling requests that name no method; ``OFF`` if none.
+
+    Args:
+        reuse: the option: a specification, ``AUTO`` or ``NEVER``.
+        method: of all requests that name none.
+        stated: what the model says of itself: a specification or ``NEVER``.
+
+    Raises:
+        OptionError: a specification is of no method of reuse.
+    """
+    if reuse == AUTO:
+        found, source = stated if method == OFF else NEVER, "reuse.method in the midfill.json"
+    else:
+        found, source = reuse, f"--reuse {reuse}"
+    if found == NEVER:
+        return OFF
+    try:
+        check_reuse(found)
+    except InvalidRequestError as error:
+        raise OptionError(f"{source}: {error}; --reuse off does without") from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -27,6 +70,7 @@ class AllowedMethods:
     Attributes:
         names: of methods; "none" allows requests to keep all KV, "any" allows everything.
         default: the specification for requests that name none. It may always be named.
+        infilling: the same for infilling requests, see ``infilling_method``.
 
     Raises:
         InvalidRequestError: there is no such method or option.
@@ -34,6 +78,7 @@ class AllowedMethods:
 
     names: tuple[str, ...] = ()
     default: str = OFF
+    infilling: str = OFF
 
     def __post_init__(self) -> None:
         resolve_method(self.default)
@@ -48,7 +93,7 @@ class AllowedMethods:
             InvalidRequestError: there is no such method or option, or requests may not use it.
         """
         resolve_method(specification)
-        if specification == self.default or ANY in self.names:
+        if specification in (self.default, self.infilling) or ANY in self.names:
             return
         names = [parse_name(part) for part in split_methods(specification)] or [OFF]
         refused = [name for name in names if name not in self.names]
@@ -72,9 +117,10 @@ class MethodResolver:
 
     Attributes:
         default: the method for requests that name none; None keeps all KV.
+        infilling: the method that servers name for infilling requests; None if there is none.
 
     Raises:
-        OptionError: the default doesn't suit the model.
+        OptionError: one of them doesn't suit the model.
     """
 
     def __init__(self, model: Callable[[], ServedModel], allowed: AllowedMethods) -> None:
@@ -85,6 +131,10 @@ class MethodResolver:
             self.default = self._prepared(allowed.default)
         except InvalidRequestError as error:
             raise OptionError(f"--method {allowed.default}: {error}") from None
+        try:
+            self.infilling = self._prepared(allowed.infilling)
+        except InvalidRequestError as error:
+            raise OptionError(f"--reuse {allowed.infilling}: {error}") from None
 
     def find(self, specification: str) -> Method | None:
         """Return the method that a request names; None computes and keeps all KV.

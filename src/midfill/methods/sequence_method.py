@@ -73,6 +73,7 @@ class RequestFacts:
         prompt: number of its tokens.
         compress_after: how many of these a method sees and compresses.
         contexts: see ``EngineRequest.contexts``.
+        before_caret, after_caret: see ``EngineRequest``; [(start, end), ...].
         answers: how many are wanted.
         scores_prompt: whether log probabilities of the prompt's tokens are.
         token_ids: the prompt.
@@ -81,6 +82,8 @@ class RequestFacts:
     prompt: int
     compress_after: int
     contexts: tuple[int, ...] = ()
+    before_caret: tuple[tuple[int, int], ...] = ()
+    after_caret: tuple[tuple[int, int], ...] = ()
     answers: int = 1
     scores_prompt: bool = False
     token_ids: Sequence[int] = ()

@@ -538,3 +538,8 @@ class ServeOptions(FrontendOptions):
                 " method stays where it is computed. Leave out one of them; single requests may"
                 " choose a method with --allow-method"
             )
+        if prefill and self.options.reuse not in ("auto", "off"):
+            raise OptionError(
+                f"--reuse {self.options.reuse} and --decode-workers don't go together: KV under a"
+                " method stays where it is computed. Leave out one of them"
+            )

@@ -173,5 +173,6 @@ def test_workers_divide_what_the_machine_has() -> None:
     assert first.threads >= 1
     assert (first.warm_tier.memory, first.warm_tier.disk) == (45, 30)
     assert first.warm_tier.folder != second.warm_tier.folder
+    assert first.reuse == decode.reuse == "off", "whatever was measured of the model"
     assert decode.warm_tier == WarmTierOptions(scope="keys")  # documents are the prefill workers'
     assert worker_options(options, Workers(1, 3), "prefill", 0).warm_tier == tier

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tiny_checkpoints import write_tiny
 
 from midfill.cli import main
 
@@ -126,6 +127,28 @@ def test_windows_are_measured_and_the_chosen_one_is_written_beside_the_model(
     assert all(cost["moved"] > 0 and cost["typed"] <= 8 for cost in costs)
 
 
+def test_jumps_are_measured_and_what_is_reused_is_written_beside_the_model(
+    midfill: Command, tmp_path: Path
+) -> None:
+    folder, results, page = (tmp_path / name for name in ("model", "a.json", "page.md"))
+    write_tiny("llama", folder, max_position_embeddings=4096)
+    (folder / "midfill.json").write_text('{"window": {"before": 800, "after": 300}}')
+    arguments = (
+        *("reuse", "--model", folder, "--adapter", "none", "--threads", 1, "--files", HERE),
+        *("--methods", "cacheblend:ratio=0 cacheblend:ratio=0.2,order=caret", "--limit", 6),
+        *("--per-file", 3, "--max-tokens", 3, "--json", results),
+    )
+    assert midfill(*arguments)[0] == 0
+    status, shown, _ = midfill(*arguments, "--resume", "--docs", page, "--write", folder)
+    assert status == 0
+    assert "carets tell too little, it takes 1,000" in shown
+    assert "| cacheblend:ratio=0.2,order=caret |" in page.read_text()
+    written = json_object(folder / "midfill.json")
+    assert written["reuse"]["method"] == "off"
+    assert written["reuse"]["measured"]["jumps"] == len(json_object(results)["jumps"]) == 6
+    assert written["window"]["before"] == 800
+
+
 def test_snippets_are_measured_and_the_number_chosen_is_written_beside_the_model(
     midfill: Command, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +252,12 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["empty"], "nothing to ask: name held-out Python files with --files"),
         (["empty", "--files", HERE, "--write", HERE], "set midfill.empty_threshold"),
         (["empty", "--files", HERE, "--write", HERE, "--threshold", "0.1"], "leave out --thresh"),
+        (["reuse"], "nothing to ask: name held-out source files with --files"),
+        (["reuse", "--files", HERE, "--methods", "cake"], "cake takes no KV from elsewhere"),
+        (["reuse", "--files", HERE, "--longest", "9"], "no file has 12,000 to 9 characters"),
+        (["reuse", "--files", HERE, "--resume"], "name it with --json"),
+        (["reuse", "--files", HERE, "--processes", "2"], "leave it out"),
+        (["reuse", "--files", HERE, "--write", HERE], "set midfill.reuse.method"),
         (["check"], "name the data with --humaneval FOLDER"),
     ],
 )

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from midfill.errors import InvalidRequestError
 from midfill.methods.registry import resolve_method
-from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.methods.reuse.cacheblend import CacheBlend, caret_distances
 from midfill.methods.reuse.method import LayerKV
+from midfill.methods.sequence_method import RequestFacts
 
 HEADS, DIM = 2, 4
 
@@ -55,9 +56,39 @@ def test_of_equal_deviations_the_first_are_chosen() -> None:
         ("check_layer=-1", "check_layer must be 0 or more, not -1"),
         ("compare=queries", "compare must be values or keys, not 'queries'"),
         ("min_run=0", "min_run must be at least 1, not 0"),
+        ("order=luck", "order must be deviation or caret, not 'luck'"),
         ("rate=1", "cacheblend has no option 'rate'; did you mean 'ratio'"),
     ],
 )
 def test_bad_options_are_one_clear_line(options: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         resolve_method(f"cacheblend:{options}")
+
+
+def facts(count: int, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> RequestFacts:
+    return RequestFacts(count, count, before_caret=tuple(before), after_caret=tuple(after))
+
+
+def test_distances_are_counted_in_the_text_and_not_in_the_prompt() -> None:
+    # PRE 1 2 3 SUF 6 7 8 MID 4 5: the text is 1 2 3 4 5, the caret, 6 7 8.
+    found = caret_distances(facts(11, [(1, 4), (9, 11)], [(5, 8)])).tolist()
+    assert found[1:4] + found[9:] == [4, 3, 2, 1, 0]
+    assert found[5:8] == [0, 1, 2]
+    others = [found[place] for place in (0, 4, 8)]
+    assert min(others) > max(found[1:4])
+    assert others == sorted(others, reverse=True), "the later, the nearer"
+
+
+@given(st.integers(1, 30), st.lists(st.integers(0, 40), max_size=6))
+def test_distances_are_those_of_a_list_of_the_text(count: int, bounds: list[int]) -> None:
+    places = sorted(bounds)
+    spans = list(zip(places[::2], places[1::2], strict=False))
+    before, after = spans[1::2], spans[::2]
+    found = caret_distances(facts(count, before, after))
+    for side, step in ((before, -1), (after, 1)):
+        text = [at for start, end in side for at in range(start, min(end, count))]
+        assert found[text[::step]].tolist() == list(range(len(text)))
+    shown = {at for start, end in spans for at in range(start, min(end, count))}
+    others = [int(found[at]) for at in range(count) if at not in shown]
+    assert others == sorted(others, reverse=True)
+    assert min(others, default=count + 1) > count

@@ -508,3 +508,37 @@ def test_windows_and_stretched_positions_on_both_runners(
     for score, reference in zip(other.logprobs[:1], first.logprobs[:1], strict=True):
         assert score.logprob == pytest.approx(reference.logprob, abs=1e-3)
     cpu.close()
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_by_the_caret_the_nearest_tokens_are_computed_again(
+    runner: CpuRunner, ratio: float
+) -> None:
+    method = replace(BLEND, ratio=ratio, order="caret")
+    # The caret is behind TAIL: its text, and what follows it, BODY.
+    start = 2 + len(HEAD) + len(TAIL)
+    before, after_ = ((1, start - 1),), ((start, start + len(BODY)),)
+    engine = after(engine_of(runner, method), FIRST)
+    found = ask(engine, JUMP, before_caret=before, after_caret=after_)
+    ids = [np.array(one, np.int32) for one in (JUMP[:-1], FIRST)]
+    runs = find_runs(ids[0], 1 + len(HEAD), ids[1:], method.min_run)
+    places = {run.start + i: run.source_start + i for run in runs for i in range(run.length)}
+
+    def choose(copied: Int64Array, old: LayerKV, new: LayerKV) -> set[int]:
+        def distance(at: int) -> int:
+            return start - 2 - at if at < start else at - start
+
+        ranked = sorted(copied.tolist(), key=distance)
+        return set(ranked[: method.recomputed(len(copied))])
+
+    blend = NaiveBlend(runner, 400)
+    logits = blend.logits(JUMP, FIRST, places, runs[-1].end, method.check_layer + 1, choose)
+    normed = logits - np.logaddexp.reduce(logits.astype(np.float64))
+    assert found.tokens[0] == logits.argmax()
+    assert found.logprobs[0].logprob == pytest.approx(normed.max(), abs=1e-6)
+
+
+def test_without_a_caret_the_last_tokens_are_the_nearest(runner: CpuRunner) -> None:
+    method = replace(BLEND, ratio=0.2, order="caret")
+    told = ask(after(engine_of(runner, method), FIRST), JUMP, before_caret=((0, len(JUMP)),))
+    assert same(ask(after(engine_of(runner, method), FIRST), JUMP), told)

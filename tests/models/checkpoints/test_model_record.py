@@ -27,10 +27,12 @@ from midfill.models.checkpoints.model_record import (
     empty_threshold_of,
     end_bias_of,
     raw_bos_of,
+    reuse_method_of,
     snippet_characters_of,
     window_rule_of,
     write_cut,
     write_empty,
+    write_reuse,
     write_snippets,
     write_window,
 )
@@ -363,4 +365,17 @@ class TestOpenedLines:
     def test_nonsense_is_one_error(self, folder: Path, section: object, error: str) -> None:
         write(folder, {"line_start": section})
         with pytest.raises(CheckpointError, match=error):
+            open_checkpoint(folder)
+
+
+def test_how_kv_is_reused_is_written_and_read(folder: Path) -> None:
+    assert reuse_method_of(open_checkpoint(folder)) == "off"
+    before = fingerprint_of(open_checkpoint(folder))
+    write_reuse(folder, "cacheblend:ratio=0.4", {"carets": 1000})
+    checkpoint = open_checkpoint(folder)
+    assert reuse_method_of(checkpoint) == "cacheblend:ratio=0.4"
+    assert fingerprint_of(checkpoint) == before, "exact answers are the same"
+    for value in ("", None, 3, ["cacheblend"]):
+        write(folder, {"reuse": {"method": value}})
+        with pytest.raises(CheckpointError, match=r"'reuse\.method' must be the specification"):
             open_checkpoint(folder)

@@ -1,7 +1,12 @@
 """Requests that choose a method; the server allows SnapKV and CacheBlend."""
 
+import shutil
+from pathlib import Path
+
 import pytest
-from running_server import RunningServer
+from running_server import RunningServer, start
+
+from midfill.models.checkpoints.model_record import write_reuse
 
 TEXT = "def variant(tokenizer, name):\n    return tokenizer[name]\n\n\n" * 8
 ASKED = {"prompt": TEXT, "suffix": "\n", "max_tokens": 12, "temperature": 0}
@@ -70,3 +75,52 @@ def test_after_a_jump_kv_comes_from_elsewhere_until_idle_time_has_computed_it(
     server.wait_for(lambda: server.metric("num_requests_background") == 0)
     again = ask(second, first)
     assert again == {"cached": total - 1, "computed": 1, "reused": 0}
+
+
+REUSE = "cacheblend:min_run=8,ratio=0.1,order=caret"
+
+
+@pytest.fixture(scope="module")
+def measured_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, of which it was measured how its prompts may take KV from elsewhere."""
+    folder = tmp_path_factory.mktemp("measured") / "model"
+    shutil.copytree(tiny_folder, folder)
+    write_reuse(folder, REUSE, {})
+    return folder
+
+
+def test_jumps_take_kv_from_elsewhere_where_that_was_measured(measured_folder: Path) -> None:
+    first, second = ("".join(f"{name}_{i} = model[{i}]\n" for i in range(30)) for name in "ab")
+    with start(measured_folder, "--kv-memory", "4MB", "--min-confidence", "0") as server:
+        assert f"reuse    {REUSE}" in server.banner
+
+        def ask(prompt: str, suffix: str, **midfill: object) -> dict[str, int]:
+            body = {"prompt": prompt, "suffix": suffix, "max_tokens": 2, "temperature": 0}
+            fields = {"layout": "psm", "healing": False, **midfill}
+            found = server.complete(**body, midfill=fields)["midfill"]
+            names = ("cached", "computed", "reused")
+            return {name: found.get(f"{name}_tokens", 0) for name in names}
+
+        total = sum(ask(first, second).values())
+        server.wait_until_settled()
+        assert ask(second, first)["reused"] > total / 2
+        typed = ask(second + "c", first)
+        assert typed["computed"] < total / 2
+        server.wait_until_settled()
+        again = ask(second + "c", first)
+        assert (again["computed"], again["reused"]) == (1, 0), "its exact KV followed"
+        third = "".join(f"c_{i} = model[{i}]\n" for i in range(30))
+        assert ask(third, second, method="none")["reused"] == 0
+        answer = server.complete(prompt=first[200:], max_tokens=1)
+        assert answer["midfill"].get("reused_tokens", 0) == 0, "it is a raw prompt"
+
+
+def test_reuse_can_be_turned_off(measured_folder: Path) -> None:
+    first, second = ("".join(f"{name}_{i} = model[{i}]\n" for i in range(30)) for name in "ab")
+    with start(measured_folder, "--kv-memory", "4MB", "--reuse", "off") as server:
+        assert "reuse" not in server.banner
+        for prompt, suffix in ((first, second), (second, first)):
+            midfill = {"layout": "psm", "healing": False}
+            body = {"prompt": prompt, "suffix": suffix, "max_tokens": 2, "temperature": 0}
+            found = server.complete(**body, midfill=midfill)["midfill"]
+            assert found.get("reused_tokens", 0) == 0

@@ -176,6 +176,13 @@ def test_workers_that_cannot_serve_are_refused(workers: Workers, method: str, wo
         ServeOptions(model="m", workers=workers, options=ModelOptions(method=method))
 
 
+def test_workers_take_no_kv_from_elsewhere_unasked() -> None:
+    reuse = "cacheblend:ratio=0.4"
+    with pytest.raises(MidfillError, match=f"--reuse {reuse} and --decode-workers don't go"):
+        ServeOptions(model="m", workers=Workers(1, 1), options=ModelOptions(reuse=reuse))
+    ServeOptions(model="m", workers=Workers(1, 1), options=ModelOptions(reuse="off"))
+
+
 def test_workers_try_no_other_candidates() -> None:
     with pytest.raises(MidfillError, match="--candidates and --decode-workers don't go together"):
         ServeOptions(model="m", workers=Workers(1, 1), candidates=2)

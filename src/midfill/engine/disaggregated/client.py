@@ -293,6 +293,7 @@ def worker_options(
         options,
         threads=options.threads or max(1, available_threads() // total),
         memory_share=options.memory_share / total,
+        reuse="off",  # KV under a method stays where it is computed
         warm_tier=tier,
     )
 

@@ -33,6 +33,7 @@ from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.kv.donor_index import DonorIndex, DonorSpan
 from midfill.methods.budget import require
 from midfill.methods.reuse.attention import block_sums, head_weights
+from midfill.methods.reuse.method import require_least
 from midfill.methods.reuse.sequence import BlendedSequence, Donors, ReuseKind
 from midfill.methods.sequence_method import Admitted, RequestFacts, SequenceMethod, SequenceView
 
@@ -62,10 +63,8 @@ class CacheCraft:
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        require(0.0 <= self.alpha < np.inf, f"alpha must be 0 or more, not {self.alpha:g}", NAME)
-        for name in ("every", "chunks", "variants"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} must be at least 1, not {value}", NAME)
+        require_least(0, self, NAME, "alpha")
+        require_least(1, self, NAME, "every", "chunks", "variants")
         require(
             0.0 < self.decay <= 1.0, f"decay must be above 0 and at most 1, not {self.decay:g}",
             NAME,

@@ -42,6 +42,7 @@ import numpy as np
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from midfill.methods.budget import require
 from midfill.methods.reuse.anchors import Anchor, AnchorPool, AnchorStore, Key, PieceKV, Template
+from midfill.methods.reuse.method import require_least, require_one_of, require_shares
 from midfill.methods.reuse.sequence import BlendedSequence, ReuseKind
 from midfill.methods.sequence_method import Admitted, MethodChunk, RequestFacts, SequenceView
 from midfill.runners.forward.batch import ForwardBatch
@@ -78,13 +79,9 @@ class KVComm:
     memory: int = 256
 
     def __post_init__(self) -> None:
-        require(0.0 <= self.gamma <= 1.0, f"gamma must be from 0 to 1, not {self.gamma:g}", NAME)
-        require(self.anchors >= 2, f"anchors must be at least 2, not {self.anchors}", NAME)
-        require(
-            self.distance in _DISTANCES,
-            f"distance must be {' or '.join(_DISTANCES)}, not {self.distance!r}",
-            NAME,
-        )
+        require_shares(self, NAME, "gamma")
+        require_least(2, self, NAME, "anchors")
+        require_one_of(_DISTANCES, self, NAME, "distance")
         require(
             0.0 < self.temperature < np.inf,
             f"temperature must be above 0, not {self.temperature:g}",

@@ -26,9 +26,14 @@ import numpy as np
 from midfill.arrays import Float32Array, Float64Array, Int64Array
 from midfill.kv.donor_index import CachedText, DonorSpan
 from midfill.kv.token_runs import TokenRun, find_runs
-from midfill.methods.budget import require
 from midfill.methods.reuse.attention import head_weights
-from midfill.methods.reuse.method import LayerKV, require_layer_above
+from midfill.methods.reuse.method import (
+    LayerKV,
+    require_layer_above,
+    require_least,
+    require_one_of,
+    require_shares,
+)
 from midfill.methods.reuse.sequence import BlendedSequence, Donors, ReuseKind
 from midfill.methods.sequence_method import Admitted, RequestFacts, SequenceMethod, SequenceView
 from midfill.methods.served_model import ServedModel
@@ -73,20 +78,10 @@ class KVShare:
     above: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("ratio", "share"):
-            value = getattr(self, name)
-            require(0.0 <= value <= 1.0, f"{name} must be from 0 to 1, not {value:g}", NAME)
-        for name in ("eps", "above"):
-            value = getattr(self, name)
-            require(0.0 <= value < np.inf, f"{name} must be 0 or more, not {value:g}", NAME)
-        for name in ("check_layer", "trim", "refresh"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must be 0 or more, not {value}", NAME)
-        for name in ("min_run", "donors", "period"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} must be at least 1, not {value}", NAME)
-        names = ", ".join(_SCORES)
-        require(self.score in _SCORES, f"score must be one of {names}, not {self.score!r}", NAME)
+        require_shares(self, NAME, "ratio", "share")
+        require_least(0, self, NAME, "eps", "above", "check_layer", "trim", "refresh")
+        require_least(1, self, NAME, "min_run", "donors", "period")
+        require_one_of(_SCORES, self, NAME, "score")
 
     def for_model(self, model: ServedModel) -> "KVShare":
         """Return the method; see ``require_layer_above`` for errors."""

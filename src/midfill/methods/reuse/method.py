@@ -6,6 +6,8 @@ has both: what was copied, and what the row has here. A method says which rows a
 there. All others keep what was copied in the layers above.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -53,6 +55,45 @@ class ReuseMethod(Protocol):
         Returns:
             [n] int64, ascending.
         """
+
+
+def require_shares(method: object, title: str, *names: str) -> None:
+    """Refuse hyper-parameters that are no shares.
+
+    Args:
+        method: whose they are.
+        title: its name, which the message begins with.
+        names: of the hyper-parameters.
+
+    Raises:
+        InvalidRequestError: one isn't from 0 to 1.
+    """
+    for name in names:
+        value = getattr(method, name)
+        require(0.0 <= value <= 1.0, f"{name} must be from 0 to 1, not {value:g}", title)
+
+
+def require_least(least: int, method: object, title: str, *names: str) -> None:
+    """Refuse hyper-parameters below a number, or that are no finite numbers; see above.
+
+    Raises:
+        InvalidRequestError: one is.
+    """
+    bound = "0 or more" if least == 0 else f"at least {least}"
+    for name in names:
+        value = getattr(method, name)
+        require(least <= value < math.inf, f"{name} must be {bound}, not {value:g}", title)
+
+
+def require_one_of(known: Sequence[str], method: object, title: str, name: str) -> None:
+    """Refuse a hyper-parameter that is none of the known words; see above.
+
+    Raises:
+        InvalidRequestError: it is another.
+    """
+    value = getattr(method, name)
+    words = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
+    require(value in known, f"{name} must be {words}, not {value!r}", title)
 
 
 def require_layer_above(check_layer: int, model: ServedModel, method: str) -> None:

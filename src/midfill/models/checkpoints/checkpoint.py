@@ -63,6 +63,9 @@ WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY = "midfill.window.before", "midfill.window.a
 SNIPPETS_KEY = "midfill.snippets.characters"
 """Metadata key: characters of an editor's snippets of other text that a model should see."""
 
+REUSE_KEY = "midfill.reuse.method"
+"""Metadata key: method by which infilling prompts take KV from elsewhere; "off" for none."""
+
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _TENSOR_SAMPLES = 16

@@ -8,15 +8,17 @@
     "confidence": {"line": [...], "start": [...], "threshold": 0.5, "measured": {...}}
     "line_start": {"opens_line": true, "measured": {...}}
     "raw_prompt": {"bos": "<|endoftext|>", "measured": {...}}
+    "reuse": {"method": "cacheblend:ratio=0.4,order=caret", "measured": {...}}
 
 It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
 ``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
 ``midfill.snippets.characters``, ``midfill.end_logit_bias``, ``midfill.empty_threshold``,
 ``midfill.confidence.line``, ``midfill.confidence.start``, ``midfill.confidence.threshold``,
-``midfill.opens_lines`` and ``midfill.raw_prompt_bos`` instead. ``infill/prefix_cut.py``,
-``infill/window.py``, ``infill/context_files.py``, ``engine/sampling/empty_answer.py``,
-``infill/confidence.py`` and ``infill/planner.py`` explain them. An estimator of confidence is five
-numbers: the intercept and the weights of the features, in the order of ``Features``.
+``midfill.opens_lines``, ``midfill.raw_prompt_bos`` and ``midfill.reuse.method`` instead.
+``infill/prefix_cut.py``, ``infill/window.py``, ``infill/context_files.py``,
+``engine/sampling/empty_answer.py``, ``infill/confidence.py``, ``infill/planner.py`` and
+``methods/resolver.py`` explain them. An estimator of confidence is five numbers: the intercept and
+the weights of the features, in the order of ``Features``.
 """
 
 import json
@@ -40,6 +42,7 @@ from midfill.models.checkpoints.checkpoint import (
     LEAST_INCREMENT_KEY,
     OPENS_LINES_KEY,
     RAW_BOS_KEY,
+    REUSE_KEY,
     SNIPPETS_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
@@ -54,6 +57,9 @@ RECORD_FILE = "midfill.json"
 RECORD_FORMAT = 1
 MAX_LEAST_INCREMENT = 100_000
 """Characters. A model that asks for so many always gets the whole prefix after the suffix."""
+
+REUSE_OFF = "off"
+"""Stated of a model whose infilling prompts are to be computed exactly."""
 
 _MAX_WINDOW = 4_000_000  # characters, on either side; more are never accepted
 _MAX_SNIPPETS = 4_000_000  # characters
@@ -139,6 +145,16 @@ def _token(value: object, path: Path, field: str) -> str:
     return value
 
 
+def _specification(value: object, path: Path, field: str) -> str:
+    """Check what may be a method's specification; which ones there are isn't known here."""
+    if not isinstance(value, str) or not value:
+        raise CheckpointError(
+            f"{path}: {field!r} must be the specification of a method or {REUSE_OFF!r}, not"
+            f" {_short(value)}"
+        )
+    return value
+
+
 def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else f"{text[:40]}..."
@@ -157,6 +173,7 @@ _CONFIDENCE_START = _Need[tuple[float, ...]](CONFIDENCE_START_KEY, (), _estimato
 _CONFIDENCE_THRESHOLD = _Need(CONFIDENCE_THRESHOLD_KEY, 0.0, _number(0.0, 1.0))
 _OPENS_LINES = _Need(OPENS_LINES_KEY, False, _flag)
 _RAW_BOS = _Need(RAW_BOS_KEY, "", _token)
+_REUSE = _Need(REUSE_KEY, REUSE_OFF, _specification)
 
 _SECTIONS: Mapping[str, Mapping[str, _Need[Any]]] = {
     "cut": {"least_increment": _LEAST_INCREMENT},
@@ -170,6 +187,7 @@ _SECTIONS: Mapping[str, Mapping[str, _Need[Any]]] = {
     },
     "line_start": {"opens_line": _OPENS_LINES},
     "raw_prompt": {"bos": _RAW_BOS},
+    "reuse": {"method": _REUSE},
     "window": {"before": _WINDOW_BEFORE, "after": _WINDOW_AFTER},
 }
 """What the sections of a midfill.json state. "cut" may hold nothing but how it was measured."""
@@ -262,6 +280,14 @@ def opens_lines_of(checkpoint: DescribedModel) -> bool:
     return _OPENS_LINES.of(checkpoint)
 
 
+def reuse_method_of(checkpoint: DescribedModel) -> str:
+    """Return the method by which a model's infilling prompts take KV from elsewhere.
+
+    ``REUSE_OFF`` by default: an answer is exact unless it was measured that it need not be.
+    """
+    return _REUSE.of(checkpoint)
+
+
 def raw_bos_of(checkpoint: DescribedModel) -> int | None:
     """Return the token that begins raw prompts; None if there is none.
 
@@ -348,6 +374,12 @@ def write_confidence(folder: Path, rule: ConfidenceRule, measured: Mapping[str, 
     }
     keys = f"{CONFIDENCE_LINE_KEY}, {CONFIDENCE_START_KEY} and {CONFIDENCE_THRESHOLD_KEY}"
     return _write_section(folder, "confidence", section, keys)
+
+
+def write_reuse(folder: Path, method: str, measured: Mapping[str, object]) -> Path:
+    """Write how prompts take KV from elsewhere into a folder's midfill.json, see ``write_cut``."""
+    section = {"method": method, "measured": dict(measured)}
+    return _write_section(folder, "reuse", section, REUSE_KEY)
 
 
 def _write_section(folder: Path, name: str, section: Mapping[str, object], keys: str) -> Path:

@@ -279,6 +279,7 @@ class ModelService:
         *,
         aliases: Sequence[str] = (),
         check_method: Callable[[str], None] = refuse_methods,
+        infilling_method: str | None = None,
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
         tenants: Sequence[str] = ("",),
@@ -295,6 +296,8 @@ class ModelService:
             name, engine, tokenizer, max_body_bytes, aliases, check_method, limits, candidates: see
                 the attributes.
             prompts: the encoder of the model's prompts.
+            infilling_method: method of infilling requests that name none and that somebody waits
+                for; None leaves it to the engine.
             idle_prefill: compute expected prompts while the engine is idle, also where no client
                 asks for it.
             stream_interval: seconds for which tokens of a streamed answer may be held back.
@@ -314,6 +317,7 @@ class ModelService:
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
         self.check_method = check_method
+        self._infilling_method = infilling_method
         self.limits = limits or RateLimits()
         self.metrics = Metrics(name, engine, tenants)
         self.history = MetricsHistory(self.metrics.sums)
@@ -457,14 +461,15 @@ class ModelService:
         record, tenant, sampling = current_request.get(), request.tenant, request.sampling
         if request.streamed:
             sampling = msgspec.structs.replace(sampling, candidates=1)
-        infilling = any(prompt.infilling for prompt in request.prompts)
+        prompts = self._with_method(request)
+        infilling = any(prompt.infilling for prompt in prompts)
         default_timeout = self._completion_timeout if infilling else None
         generation = Generation(
             self.engine,
             self.metrics.of_tenant(tenant),
             self.tokenizer,
-            request.prompts,
-            with_token_stops(sampling, request.prompts, self.tokenizer),
+            prompts,
+            with_token_stops(sampling, prompts, self.tokenizer),
             tenant=tenant,
             limits=self.limits,
             stream_interval=self._stream_interval if request.streamed else math.inf,
@@ -482,6 +487,16 @@ class ModelService:
         if request.supersedes is not None:
             self._superseding.enter(generation, tenant, request.supersedes)
         return generation
+
+    def _with_method(self, request: GenerationRequest) -> Sequence[Prompt]:
+        """Return a request's prompts with the method of infilling requests that name none."""
+        method = self._infilling_method
+        if method is None or request.hints.offline:
+            return request.prompts
+        return [
+            prompt.with_method(method) if prompt.infilling and prompt.method is None else prompt
+            for prompt in request.prompts
+        ]
 
     def for_editor(self, sampling: SamplingParams) -> SamplingParams:
         """Return the parameters of an editor's request: only what is worth showing is answered."""

@@ -32,6 +32,7 @@ from midfill_lab.cli.evaluation.options import (
     parse_context,
     parse_suffixes,
 )
+from midfill_lab.cli.evaluation.reuse import reuse
 from midfill_lab.cli.outputs import DocsOption, Outputs, PlotOption, SectionOption
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ app.command()(cuts)
 app.command()(windows)
 app.command()(snippets)
 app.command()(empty)
+app.command()(reuse)
 app.command()(confidence)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -13,17 +13,21 @@ from midfill.engine.loading import load_engine
 from midfill.errors import GenerationError
 from midfill.frontend.generation import PromptGeneration
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format, fingerprint_of
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.formats import FimFormat
 from midfill.infill.window import WindowRule
 from midfill.methods.method import Method
+from midfill.methods.registry import OFF
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.runners.forward.runner import Runner
-from midfill_lab.bench.methods.session import NO_METHODS
+from midfill.system.progress import Progress, ignore_progress
+from midfill_lab.evaluation.models import ModelChoice
+
+NO_METHODS: Mapping[str, Method] = {}
 
 
 class Measured(NamedTuple):
@@ -44,11 +48,12 @@ class ReuseSession:
     Attributes:
         tokenizer: the model's.
         info: backend and context.
+        fingerprint: digest of what decides the model's answers.
 
     Args:
-        model: its name or path, with the adapter that midfill ships for it.
-        threads: of the CPU; None takes all cores.
+        choice: the model, and how to run it; of its processes there is one.
         extra: further methods that requests may name.
+        progress: called with (stage, done, total) while it loads.
 
     Raises:
         MidfillError: it can't be found or loaded.
@@ -56,23 +61,29 @@ class ReuseSession:
 
     def __init__(
         self,
-        model: str,
-        threads: int | None = None,
+        choice: ModelChoice,
         extra: Mapping[str, Method] = NO_METHODS,
+        progress: Progress = ignore_progress,
     ) -> None:
-        folder = resolve_adapter(model, None)
-        self._checkpoint = open_model(resolve(model), folder, "auto")
+        folder = resolve_adapter(choice.model, choice.adapter)
+        path = resolve(choice.model, progress)
+        self._checkpoint = open_model(path, folder, choice.weights)
+        self._fim_tokens = choice.fim_tokens
         options = ModelOptions(
-            threads=threads,
+            backend=choice.backend,
+            device=choice.device,
+            weights=choice.weights,
+            kv_cache_dtype=choice.kv_cache_dtype,
+            threads=choice.threads,
             adapter=None if folder is None else str(folder),
             speculation=False,
             allow_methods=("any",),
         )
-        self._extra = dict(extra)
         self._counter: _WorkCounter
         self._engine, self._runner, self.info = load_engine(
-            self._checkpoint, options, wrap=self._count, extra_methods=self._extra
+            self._checkpoint, options, progress, wrap=self._count, extra_methods=extra
         )
+        self.fingerprint = fingerprint_of(self._checkpoint)
         self.tokenizer = self._checkpoint.tokenizer
         self._numbers = itertools.count()
 
@@ -89,11 +100,14 @@ class ReuseSession:
     @property
     def format(self) -> FimFormat | None:
         """The model's FIM tokens; None if it has none."""
-        return fim_format(self._checkpoint, None)
+        return fim_format(self._checkpoint, self._fim_tokens)
 
-    def add_methods(self, methods: Mapping[str, Method]) -> None:
-        """Let requests name further methods."""
-        self._extra |= methods
+    def tenant_who_asked(self, prompts: Sequence[Prompt], method: str = OFF) -> str:
+        """Return a new tenant who has asked some prompts, and nothing else."""
+        tenant = f"tenant {next(self._numbers)}"
+        for prompt in prompts:
+            self.ask(prompt, method, tenant, 1)
+        return tenant
 
     def find_method(self, name: str) -> Method | None:
         """Return the method that requests name so."""
