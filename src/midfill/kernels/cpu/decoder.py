@@ -63,7 +63,7 @@ MAX_SOLO_ROWS = 4
 """Up to this many rows, every thread norms all of them itself: cheaper than a barrier."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What to compute between two attentions: a layer's end, and the next one's start."""
 
     output: bool
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
 
 
 @kernel
-def _tiling(workspace: Workspace, context: ThreadContext, matrix: int) -> Tiling:
+def tiling_of(workspace: Workspace, context: ThreadContext, matrix: int) -> Tiling:
     return Tiling(workspace.tile_rows[matrix], workspace.products[context.thread])
 
 
@@ -86,7 +86,7 @@ def _multiply(
 
 
 @kernel
-def _norm_rows(
+def norm_rows(
     context: ThreadContext, hidden: Float32Array, rows: int, weights: NormWeights, layer: int,
     normed: Activations,
 ) -> int:  # fmt: skip
@@ -107,7 +107,7 @@ def _norm_rows(
 
 
 @kernel
-def _added_rows(
+def added_rows(
     config: DecoderConfig, hidden: Float32Array, rows: int, workspace: Workspace
 ) -> LinearOutput:
     """Return where a projection goes: it is added to the hidden rows, or normed before that."""
@@ -163,7 +163,7 @@ def _rotate_and_store(
 
 
 @kernel
-def _keep_queries(
+def keep_queries(
     context: ThreadContext, config: DecoderConfig, layer: int, batch: Batch, qkv: Float32Array,
     stride: int, observed: Float32Array,
 ) -> None:  # fmt: skip
@@ -176,24 +176,24 @@ def _keep_queries(
 
 
 @kernel
-def _layer_kv(config: DecoderConfig, cache: KVCache, layer: int) -> LayerKV:
+def layer_kv(config: DecoderConfig, cache: KVCache, layer: int) -> LayerKV:
     slots = entry_count(cache.keys, config.head_dim) // (config.layers * config.kv_heads)
     return LayerKV(cache, slots, layer * config.kv_heads * slots)
 
 
 @kernel
-def _project_block(
+def project_block(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
     layer: int, batch: Batch, hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """Compute queries, keys and values from norm(hidden); store keys and values."""
     rows, width = len(batch.token_ids), weights.qkv.outputs
-    kv = _layer_kv(config, cache, layer)
-    start = _norm_rows(context, hidden, rows, weights.attn_norm, layer, workspace.normed)
+    kv = layer_kv(config, cache, layer)
+    start = norm_rows(context, hidden, rows, weights.attn_norm, layer, workspace.normed)
     _multiply(
         context, config, workspace.normed, start, weights.qkv, layer,
         LinearOutput(workspace.qkv, rows, width, False, 1.0, workspace.maxima[0], False),
-        _tiling(workspace, context, QKV_TILES),
+        tiling_of(workspace, context, QKV_TILES),
     )  # fmt: skip
     end_phase(context, QKV)
     _rotate_and_store(context, config, weights, kv, layer, batch, workspace.qkv)
@@ -201,13 +201,13 @@ def _project_block(
 
 
 @kernel
-def _attend(
+def attend_layer(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
     layer: int, batch: Batch, workspace: Workspace, attend_parts: int,
 ) -> None:  # fmt: skip
-    """Compute attention(queries), of what ``_project_block`` left."""
+    """Compute attention(queries), of what ``project_block`` left."""
     dim = config.head_dim
-    kv = _layer_kv(config, cache, layer)
+    kv = layer_kv(config, cache, layer)
     heads = AttentionHeads(
         config.query_heads, config.kv_heads, config.query_heads // config.kv_heads, dim,
         config.score_scale, weights.windows[layer],
@@ -237,14 +237,14 @@ def _attend(
 
 
 @kernel
-def _output_block(
+def output_block(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, layer: int, rows: int,
     hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """hidden += o(attended)."""
     _multiply(
         context, config, workspace.attended, 0, weights.o, layer,
-        _added_rows(config, hidden, rows, workspace), _tiling(workspace, context, OUTPUT_TILES),
+        added_rows(config, hidden, rows, workspace), tiling_of(workspace, context, OUTPUT_TILES),
     )  # fmt: skip
     end_phase(context, OUTPUT)
     if config.post_norms:
@@ -252,23 +252,23 @@ def _output_block(
 
 
 @kernel
-def _mlp_block(
+def mlp_block(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, layer: int, rows: int,
     hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
-    start = _norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
+    start = norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
     call_kernel(
         config.gated_linear,
         (
             context, workspace.normed, start, rows, weights.gate_up, layer, workspace.gated,
-            _tiling(workspace, context, GATE_UP_TILES),
+            tiling_of(workspace, context, GATE_UP_TILES),
         ),
     )  # fmt: skip
     end_phase(context, GATE_UP)
     _multiply(
         context, config, workspace.gated, 0, weights.down, layer,
-        _added_rows(config, hidden, rows, workspace), _tiling(workspace, context, DOWN_TILES),
+        added_rows(config, hidden, rows, workspace), tiling_of(workspace, context, DOWN_TILES),
     )  # fmt: skip
     end_phase(context, DOWN)
     if config.post_norms:
@@ -276,7 +276,7 @@ def _mlp_block(
 
 
 @kernel
-def _has_experts(config: DecoderConfig, layer: int, workspace: Workspace) -> bool:
+def has_experts(config: DecoderConfig, layer: int, workspace: Workspace) -> bool:
     """Return whether a layer's MLP is a mixture of experts."""
     if config.mix_experts == 0:
         return False
@@ -284,17 +284,17 @@ def _has_experts(config: DecoderConfig, layer: int, workspace: Workspace) -> boo
 
 
 @kernel
-def _mix_experts(
+def mixture_block(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, layer: int, rows: int,
     hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """hidden += a mixture of experts of norm(hidden); all threads share all rows."""
-    start = _norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
+    start = norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
     call_kernel(
         config.mix_experts,
         (
             context, config, layer, rows, workspace.normed, start, hidden, workspace.gated,
-            _tiling(workspace, context, GATE_UP_TILES), _tiling(workspace, context, DOWN_TILES),
+            tiling_of(workspace, context, GATE_UP_TILES), tiling_of(workspace, context, DOWN_TILES),
             workspace.experts,
         ),
     )  # fmt: skip
@@ -303,22 +303,22 @@ def _mix_experts(
 @kernel
 def _between_attentions(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
-    layer: int, part: _Part, batch: Batch, hidden: Float32Array, workspace: Workspace,
+    layer: int, part: Part, batch: Batch, hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """Compute what follows a layer's attention, up to that of the next layer."""
     rows = len(batch.token_ids)
     if part.output:
-        _output_block(context, config, weights, layer, rows, hidden, workspace)
+        output_block(context, config, weights, layer, rows, hidden, workspace)
     if part.mlp:
-        _mlp_block(context, config, weights, layer, rows, hidden, workspace)
+        mlp_block(context, config, weights, layer, rows, hidden, workspace)
     if part.project:
-        _project_block(context, config, weights, cache, layer + 1, batch, hidden, workspace)
+        project_block(context, config, weights, cache, layer + 1, batch, hidden, workspace)
 
 
 @kernel
-def _run_rows(
+def run_rows(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
-    layer: int, part: _Part, batch: Batch, hidden: Float32Array, workspace: Workspace,
+    layer: int, part: Part, batch: Batch, hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """Run ``_between_attentions`` over all rows: together, or each thread over blocks of them."""
     rows, qkv = len(batch.token_ids), weights.qkv.outputs
@@ -339,11 +339,11 @@ def _run_rows(
             block = take_work(context.sync, 1)
         end_phase(context, NORM)
     if part.project:
-        _keep_queries(context, config, layer + 1, batch, workspace.qkv, qkv, workspace.observed)
+        keep_queries(context, config, layer + 1, batch, workspace.qkv, qkv, workspace.observed)
 
 
 @kernel
-def _compute_logits(
+def compute_logits(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, batch: Batch,
     hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
@@ -364,7 +364,7 @@ def _compute_logits(
     _multiply(
         context, config, normed, 0, weights.head, 0,
         LinearOutput(workspace.logits, outputs, stride, False, 1.0, maxima, True),
-        _tiling(workspace, context, HEAD_TILES),
+        tiling_of(workspace, context, HEAD_TILES),
     )  # fmt: skip
     end_phase(context, HEAD)
     for row in range(context.thread, outputs, context.threads):
@@ -372,7 +372,7 @@ def _compute_logits(
 
 
 @kernel
-def _touch_pages(
+def touch_pages(
     context: ThreadContext, config: DecoderConfig, cache: KVCache, slots: Int32Array,
     first_layer: int, end_layer: int,
 ) -> None:  # fmt: skip
@@ -406,7 +406,7 @@ def _forward(
     first, end = stages.first_layer, stages.end_layer
     if stages.embed:
         if threads > 1 and count_blocks(rows, threads) == 0:
-            _touch_pages(context, config, cache, batch.write_slots, first, end)
+            touch_pages(context, config, cache, batch.write_slots, first, end)
         for row in range(thread, rows, threads):
             embed(
                 batch.token_ids[row], weights.embed, config.embedding_multiplier, hidden,
@@ -414,22 +414,22 @@ def _forward(
             )  # fmt: skip
         end_phase(context, EMBED)
     if not stages.projected and (first < end or stages.project):
-        start = _Part(False, False, True)
-        _run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
+        start = Part(False, False, True)
+        run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
     for layer in range(first, end):
         parts = stages.attend_parts
-        _attend(context, config, weights, cache, layer, batch, workspace, parts)
+        attend_layer(context, config, weights, cache, layer, batch, workspace, parts)
         follows = layer + 1 < end or stages.project
-        mixed = _has_experts(config, layer, workspace)
-        part = _Part(True, not mixed, not mixed and follows)
-        _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
+        mixed = has_experts(config, layer, workspace)
+        part = Part(True, not mixed, not mixed and follows)
+        run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
         if mixed:
-            _mix_experts(context, config, weights, layer, rows, hidden, workspace)
+            mixture_block(context, config, weights, layer, rows, hidden, workspace)
             if follows:
-                part = _Part(False, False, True)
-                _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
+                part = Part(False, False, True)
+                run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
-        _compute_logits(context, config, weights, batch, hidden, workspace)
+        compute_logits(context, config, weights, batch, hidden, workspace)
 
 
 @in_child

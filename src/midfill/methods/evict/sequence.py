@@ -192,12 +192,14 @@ class EvictionKind(PlainLengths):
     def fitting_tokens(self, methods: Sequence[object], request: RequestFacts) -> int | None:
         """See ``MethodKind.fitting_tokens``."""
         size = self._size(methods)
-        return size and size.most_tokens(request.compress_after, self._runner.slots)
+        return (
+            None if size is None else size.most_tokens(request.compress_after, self._runner.slots)
+        )
 
     def longest_prompt(self, methods: Sequence[object], context: int) -> int | None:
         """See ``MethodKind.longest_prompt``."""
         size = self._size(methods)
-        return size and size.longest_prompt(self._runner.slots, context) + 1
+        return None if size is None else size.longest_prompt(self._runner.slots, context) + 1
 
     def _size(self, methods: Sequence[object]) -> CascadeSize | None:
         for trims in filter(None, map(_trimming, methods)):

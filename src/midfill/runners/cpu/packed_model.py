@@ -62,7 +62,7 @@ from midfill.system.progress import Progress, ignore_progress
 if TYPE_CHECKING:  # kernels are compiled before its libraries are installed
     from midfill.models.checkpoints.checkpoint import Checkpoint
 
-PACKING_VERSION = 5
+PACKING_VERSION = 6
 _MAX_STORED_AT_ONCE = 1 << 28
 """Bytes that are written before a model counts as loaded."""
 

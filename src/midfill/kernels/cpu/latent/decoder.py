@@ -1,8 +1,7 @@
 """The forward pass of a decoder with latent attention: one compiled call per step.
 
 Attention itself, MLPs, mixtures of experts and the head are those of ``kernels.cpu.decoder``, over
-the same memory, taken as they are: that file stays as it is, so nothing is compiled anew for other
-models. Here is what lies between. All threads share each phase; there are no blocks of
+the same memory. Here is what lies between. All threads share each phase; there are no blocks of
 rows that a thread runs by itself.
 
 A chunk of a prompt is computed in the absorbed form like a decode. That is correct, and takes more
@@ -12,17 +11,17 @@ operations per pair of a query and a key: in DeepSeek-V2 1152 multiplications in
 from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.clock import EMBED, OUTPUT, QKV, end_phase, start_clock
 from midfill.kernels.cpu.decoder import (
-    _added_rows,
-    _attend,
-    _compute_logits,
-    _has_experts,
-    _keep_queries,
-    _layer_kv,
-    _mix_experts,
-    _mlp_block,
-    _norm_rows,
-    _tiling,
-    _touch_pages,
+    added_rows,
+    attend_layer,
+    compute_logits,
+    has_experts,
+    keep_queries,
+    layer_kv,
+    mixture_block,
+    mlp_block,
+    norm_rows,
+    tiling_of,
+    touch_pages,
 )
 from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, Stages
 from midfill.kernels.cpu.embedding import embed
@@ -57,8 +56,8 @@ def _project(
     """Compute absorbed queries from norm(hidden); store keys."""
     latent, workspace, memory = weights.latent, space.decoder, space.latent
     rows, maxima = len(batch.token_ids), space.decoder.maxima[0]
-    start = _norm_rows(context, hidden, rows, weights.decoder.attn_norm, layer, workspace.normed)
-    tiling = _tiling(workspace, context, QKV_TILES)
+    start = norm_rows(context, hidden, rows, weights.decoder.attn_norm, layer, workspace.normed)
+    tiling = tiling_of(workspace, context, QKV_TILES)
     width = latent.project.outputs
     out = LinearOutput(memory.projected, rows, width, False, 1.0, maxima, False)
     call_kernel(
@@ -69,10 +68,10 @@ def _project(
     if latent.sizes.query_rank > 0:
         compute_queries(context, config, weights, layer, rows, memory, tiling, maxima)
         queries, stride = memory.queries, latent.query.outputs
-    kv = _layer_kv(config, cache, layer)
+    kv = layer_kv(config, cache, layer)
     rotate_and_store(context, config, weights, kv, layer, batch, queries, stride, space)
     absorb_queries(context, config, weights, layer, rows, queries, stride, space)
-    _keep_queries(
+    keep_queries(
         context, config, layer, batch, workspace.qkv, weights.decoder.qkv.outputs,
         workspace.observed,
     )  # fmt: skip
@@ -90,8 +89,8 @@ def _output(
         config.linear,
         (
             context, space.latent.expanded, context.thread * 0, weights.decoder.o, layer,
-            _added_rows(config, hidden, rows, workspace),
-            _tiling(workspace, context, OUTPUT_TILES),
+            added_rows(config, hidden, rows, workspace),
+            tiling_of(workspace, context, OUTPUT_TILES),
         ),
     )  # fmt: skip
     end_phase(context, OUTPUT)
@@ -111,7 +110,7 @@ def _forward_latent(
     first, end = stages.first_layer, stages.end_layer
     if stages.embed:
         if threads > 1:
-            _touch_pages(context, config, cache, batch.write_slots, first, end)
+            touch_pages(context, config, cache, batch.write_slots, first, end)
         for row in range(thread, rows, threads):
             embed(
                 batch.token_ids[row], decoder.embed, config.embedding_multiplier, hidden,
@@ -121,16 +120,16 @@ def _forward_latent(
     if not stages.projected and (first < end or stages.project):
         _project(context, config, weights, cache, first, batch, hidden, space)
     for layer in range(first, end):
-        _attend(context, config, decoder, cache, layer, batch, workspace, stages.attend_parts)
+        attend_layer(context, config, decoder, cache, layer, batch, workspace, stages.attend_parts)
         _output(context, config, weights, layer, rows, hidden, space)
-        if _has_experts(config, layer, workspace):
-            _mix_experts(context, config, decoder, layer, rows, hidden, workspace)
+        if has_experts(config, layer, workspace):
+            mixture_block(context, config, decoder, layer, rows, hidden, workspace)
         else:
-            _mlp_block(context, config, decoder, layer, rows, hidden, workspace)
+            mlp_block(context, config, decoder, layer, rows, hidden, workspace)
         if layer + 1 < end or stages.project:
             _project(context, config, weights, cache, layer + 1, batch, hidden, space)
     if stages.logits and len(batch.logit_rows) > 0:
-        _compute_logits(context, config, decoder, batch, hidden, workspace)
+        compute_logits(context, config, decoder, batch, hidden, workspace)
 
 
 @in_child

@@ -9,13 +9,13 @@ from midfill.kernels.cpu.attention import Queries
 from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.clock import ATTENTION, EMBED, end_phase, start_clock
 from midfill.kernels.cpu.decoder import (
-    _compute_logits,
-    _has_experts,
-    _layer_kv,
-    _mix_experts,
-    _Part,
-    _run_rows,
-    _touch_pages,
+    Part,
+    compute_logits,
+    has_experts,
+    layer_kv,
+    mixture_block,
+    run_rows,
+    touch_pages,
 )
 from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, Stages, Workspace
 from midfill.kernels.cpu.embedding import embed
@@ -37,13 +37,13 @@ from midfill.kernels.cpu.thread_pool import ThreadContext
 
 
 @kernel
-def _attend(
+def attend_layer(
     context: ThreadContext, config: DecoderConfig, weights: Any, cache: KVCache,
     layer: int, batch: Batch, workspace: Workspace, attend_parts: int,
 ) -> None:  # fmt: skip
-    """Compute attention(queries), of what ``_project_block`` left."""
+    """Compute attention(queries), of what ``project_block`` left."""
     dim = config.head_dim
-    kv = _layer_kv(config, cache, layer)
+    kv = layer_kv(config, cache, layer)
     heads = SinkHeads(
         config.query_heads, config.kv_heads, config.query_heads // config.kv_heads, dim,
         config.score_scale, weights.windows[layer], weights.sinks,
@@ -85,7 +85,7 @@ def _forward(
     first, end = stages.first_layer, stages.end_layer
     if stages.embed:
         if threads > 1 and count_blocks(rows, threads) == 0:
-            _touch_pages(context, config, cache, batch.write_slots, first, end)
+            touch_pages(context, config, cache, batch.write_slots, first, end)
         for row in range(thread, rows, threads):
             embed(
                 batch.token_ids[row], weights.embed, config.embedding_multiplier, hidden,
@@ -93,22 +93,22 @@ def _forward(
             )  # fmt: skip
         end_phase(context, EMBED)
     if not stages.projected and (first < end or stages.project):
-        start = _Part(False, False, True)
-        _run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
+        start = Part(False, False, True)
+        run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
     for layer in range(first, end):
         parts = stages.attend_parts
-        _attend(context, config, weights, cache, layer, batch, workspace, parts)
+        attend_layer(context, config, weights, cache, layer, batch, workspace, parts)
         follows = layer + 1 < end or stages.project
-        mixed = _has_experts(config, layer, workspace)
-        part = _Part(True, not mixed, not mixed and follows)
-        _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
+        mixed = has_experts(config, layer, workspace)
+        part = Part(True, not mixed, not mixed and follows)
+        run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
         if mixed:
-            _mix_experts(context, config, weights, layer, rows, hidden, workspace)
+            mixture_block(context, config, weights, layer, rows, hidden, workspace)
             if follows:
-                part = _Part(False, False, True)
-                _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
+                part = Part(False, False, True)
+                run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
-        _compute_logits(context, config, weights, batch, hidden, workspace)
+        compute_logits(context, config, weights, batch, hidden, workspace)
 
 
 @in_child

@@ -1,8 +1,7 @@
 """The forward pass of a decoder some of whose layers have a state: one compiled call per step.
 
-Attention, MLPs and the head are those of ``kernels.cpu.decoder``, over the same memory, taken as
-they are: that file stays as it is, so nothing is compiled anew for other models. All threads share
-each phase; there are no blocks of rows that a thread runs by itself.
+Attention, MLPs and the head are those of ``kernels.cpu.decoder``, over the same memory. All threads
+share each phase; there are no blocks of rows that a thread runs by itself.
 """
 
 from typing import Any
@@ -21,15 +20,15 @@ from midfill.kernels.cpu.clock import (
     start_clock,
 )
 from midfill.kernels.cpu.decoder import (
-    _added_rows,
-    _attend,
-    _compute_logits,
-    _mlp_block,
-    _norm_rows,
-    _output_block,
-    _project_block,
-    _tiling,
-    _touch_pages,
+    added_rows,
+    attend_layer,
+    compute_logits,
+    mlp_block,
+    norm_rows,
+    output_block,
+    project_block,
+    tiling_of,
+    touch_pages,
 )
 from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, Stages
 from midfill.kernels.cpu.embedding import embed
@@ -64,7 +63,7 @@ def _mix_states(
     """hidden += the outputs of a layer with a state; states advance."""
     own, workspace, memory = weights.states, space.decoder, space.memory
     rows, indptr = len(batch.token_ids), batch.attention.query_indptr
-    start = _norm_rows(context, hidden, rows, own.before, layer, workspace.normed)
+    start = norm_rows(context, hidden, rows, own.before, layer, workspace.normed)
     out = LinearOutput(
         memory.projected, rows, own.sizes.stride, False, 1.0, workspace.maxima[0], False
     )
@@ -72,7 +71,7 @@ def _mix_states(
         config.linear,
         (
             context, workspace.normed, start, own.project, layer, out,
-            _tiling(workspace, context, QKV_TILES),
+            tiling_of(workspace, context, QKV_TILES),
         ),
     )  # fmt: skip
     end_phase(context, QKV)
@@ -87,8 +86,8 @@ def _mix_states(
         config.linear,
         (
             context, memory.gated, context.thread * 0, own.output, layer,
-            _added_rows(config, hidden, rows, workspace),
-            _tiling(workspace, context, OUTPUT_TILES),
+            added_rows(config, hidden, rows, workspace),
+            tiling_of(workspace, context, OUTPUT_TILES),
         ),
     )  # fmt: skip
     end_phase(context, OUTPUT)
@@ -107,7 +106,7 @@ def _forward_states(
     rows, width = len(batch.token_ids), config.hidden
     if stages.embed:
         if threads > 1 and stages.end_layer > 0:
-            _touch_pages(context, config, cache, batch.write_slots, 0, config.layers)
+            touch_pages(context, config, cache, batch.write_slots, 0, config.layers)
         for row in range(thread, rows, threads):
             embed(
                 batch.token_ids[row], decoder.embed, config.embedding_multiplier, hidden,
@@ -117,14 +116,16 @@ def _forward_states(
     for layer in range(stages.first_layer, stages.end_layer):
         number: Any = np.int64(weights.states.numbers[layer])
         if number >= 0:
-            _project_block(context, config, decoder, cache, number, batch, hidden, workspace)
-            _attend(context, config, decoder, cache, number, batch, workspace, stages.attend_parts)
-            _output_block(context, config, decoder, number, rows, hidden, workspace)
+            project_block(context, config, decoder, cache, number, batch, hidden, workspace)
+            attend_layer(
+                context, config, decoder, cache, number, batch, workspace, stages.attend_parts
+            )
+            output_block(context, config, decoder, number, rows, hidden, workspace)
         else:
             _mix_states(context, config, weights, -1 - number, batch, hidden, space)
-        _mlp_block(context, config, decoder, layer, rows, hidden, workspace)
+        mlp_block(context, config, decoder, layer, rows, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
-        _compute_logits(context, config, decoder, batch, hidden, workspace)
+        compute_logits(context, config, decoder, batch, hidden, workspace)
 
 
 @in_child

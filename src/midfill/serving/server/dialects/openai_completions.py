@@ -210,7 +210,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         model = service.check_model(body.model)
         sampling, hints = _sampling(body, service), body.hints()
         superseded = body.midfill.superseded if body.midfill is not None else None
-        check_method(body.midfill and body.midfill.method, service)
+        check_method(None if body.midfill is None else body.midfill.method, service)
         prompts = await service.encode(_prompt_sources(body, service, tenant))
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
