@@ -23,8 +23,8 @@ from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.cpu.packed_model import block_format
 from midfill.runners.cpu.runner import CpuRunner, choose_kv_cache_dtype
+from midfill.runners.cpu.weight_packing import block_format
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.system.machine import Machine, describe_machine

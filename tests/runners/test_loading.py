@@ -14,8 +14,8 @@ from midfill.config import ModelOptions
 from midfill.errors import CheckpointError, MidfillError, OptionError
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners import loading
-from midfill.runners.cpu.packed_model import packed_size
 from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.cpu.weight_packing import packed_size
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import (

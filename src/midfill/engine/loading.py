@@ -86,13 +86,7 @@ def load_engine(
     allowed = AllowedMethods(options.allow_methods, options.method, reuse)
     _check_state_options(checkpoint.config, options)
     runner = load_runner(checkpoint, options, progress)
-    if runner.states is not None:
-        running = max_running(options, runner.states.count)
-        options = msgspec.structs.replace(options, max_running=running)
-        _log.info(
-            "layers with a state: %d states of %d bytes, at most %d answers at a time, no drafts",
-            runner.states.count, runner.states.nbytes // runner.states.count, running,
-        )  # fmt: skip
+    options = _limited_by_states(options, runner)
     resolver = MethodResolver(lambda: _served_model(checkpoint, runner, options), allowed)
     source = IdentitySource(
         lambda: kv_identity(checkpoint, runner, options), options.warm_tier.scope
@@ -122,7 +116,31 @@ def load_engine(
         engine.check_method(resolver.infilling)
     except InvalidRequestError as error:
         raise OptionError(f"--reuse {reuse}: {error}") from None
-    info = EngineInfo(
+    return engine, runner, _describe(engine, checkpoint, runner, options, reuse, started)
+
+
+def _limited_by_states(options: ModelOptions, runner: Runner) -> ModelOptions:
+    """Return the options with as many answers at a time as there are states for, and log that."""
+    if runner.states is None:
+        return options
+    running = max_running(options, runner.states.count)
+    _log.info(
+        "layers with a state: %d states of %d bytes, at most %d answers at a time, no drafts",
+        runner.states.count, runner.states.nbytes // runner.states.count, running,
+    )  # fmt: skip
+    return msgspec.structs.replace(options, max_running=running)
+
+
+def _describe(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    runner: Runner,
+    options: ModelOptions,
+    reuse: str,
+    started: float,
+) -> EngineInfo:
+    """Return what clients are told of an engine."""
+    return EngineInfo(
         backend=runner.description,
         layers=runner.config.layers,
         weight_bytes=runner.weight_bytes,
@@ -135,7 +153,6 @@ def load_engine(
         method=options.method,
         reuse=reuse,
     )
-    return engine, runner, info
 
 
 def _check_state_options(config: ModelConfig, options: ModelOptions) -> None:

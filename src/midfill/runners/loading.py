@@ -8,18 +8,14 @@ from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.compile_ahead import compile_ahead
-from midfill.runners.cpu.packed_model import (
-    PackedSize,
-    load_packed,
-    packed_size,
-    unsupported_reason,
-)
+from midfill.runners.cpu.packed_model import load_packed, unsupported_reason
 from midfill.runners.cpu.runner import (
     CpuRunner,
     choose_kv_cache_dtype,
     slot_bytes,
     usual_kv_cache_dtype,
 )
+from midfill.runners.cpu.weight_packing import PackedSize, packed_size
 from midfill.runners.forward.runner import Runner
 from midfill.system.extras import require
 from midfill.system.machine import (

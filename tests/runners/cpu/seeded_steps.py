@@ -38,7 +38,7 @@ SAMPLINGS = (
 
 
 class SeededModel:
-    """Random weights in every format; implements ``packed_model.TensorSource``."""
+    """Random weights in every format; implements ``weight_packing.TensorSource``."""
 
     config = ModelConfig(
         "llama", layers=len(KINDS), hidden=256, query_heads=8, kv_heads=2, head_dim=32, ffn=256,

@@ -11,7 +11,8 @@ from midfill.errors import CheckpointError, MidfillError
 from midfill.kernels.cpu.weight_formats import PANEL
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.packed_arrays import ArrayWriter
-from midfill.runners.cpu.packed_model import PackedModel, load_packed, packed_size
+from midfill.runners.cpu.packed_model import PackedModel, load_packed
+from midfill.runners.cpu.weight_packing import packed_size
 
 
 @pytest.fixture(scope="module")

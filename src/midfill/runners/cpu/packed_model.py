@@ -1,11 +1,9 @@
 """A checkpoint's weights in the CPU kernels' form, packed once and kept in the user's cache."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,23 +14,15 @@ from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.experts.table import SWIGLU_OAI, ExpertWeights
 from midfill.kernels.cpu.latent.data import LatentWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
-from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array, aligned_zeros
-from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
+from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.state_space.data import StateWeights
-from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
+from midfill.kernels.cpu.weight_formats import PANEL
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.packed_arrays import Arrays, ArrayWriter, read_arrays, write_arrays
 from midfill.runners.cpu.packed_experts import (
-    INTERLEAVED,
     OFFLOADED,
-    ROUTER,
     assemble_experts,
-    expert_biases,
-    expert_sources,
-    is_mxfp4,
-    router_corrections,
-    router_tensors,
     unsupported_experts,
 )
 from midfill.runners.cpu.packed_latent import (
@@ -40,22 +30,18 @@ from midfill.runners.cpu.packed_latent import (
     EXPAND,
     QUERY,
     assemble_latent,
-    head_tensors,
-    latent_norms,
     unsupported_latent,
 )
 from midfill.runners.cpu.packed_state_space import (
     OUTPUT,
     PROJECT,
     assemble_state_space,
-    state_vectors,
     unsupported_state_space,
 )
+from midfill.runners.cpu.weight_packing import TensorSource, allocate_zeros, pack_weights
 from midfill.runners.rope import model_tables
-from midfill.stored_tensor import StoredTensor
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
-from midfill.system.files import read_ahead, release_pages, replacing_file
-from midfill.system.machine import available_threads
+from midfill.system.files import replacing_file
 from midfill.system.process import start_in_background
 from midfill.system.progress import Progress, ignore_progress
 
@@ -65,21 +51,6 @@ if TYPE_CHECKING:  # kernels are compiled before its libraries are installed
 PACKING_VERSION = 6
 _MAX_STORED_AT_ONCE = 1 << 28
 """Bytes that are written before a model counts as loaded."""
-
-_MATRICES = {
-    "qkv": ("q", "q_a", "k", "v", "kv_a"),
-    QUERY: ("q_b",),
-    "o": ("o",),
-    "gate_up": ("gate", "up"),
-    "down": ("down",),
-    PROJECT: ("ssm_in",),
-    OUTPUT: ("ssm_out",),
-}
-"""The checkpoint's matrices that are packed as one, by the name under which they are kept.
-
-A model has some of them."""
-_INTERLEAVED = ("gate_up", *INTERLEAVED)
-"""The kernel reads a panel of each in turn."""
 
 _ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "swiglu_oai": SWIGLU_OAI}
 
@@ -166,22 +137,6 @@ def _without_repeats(matrix: LinearWeights) -> LinearWeights:
     return matrix._replace(panels=matrix.panels[np.sort(first)])
 
 
-class TensorSource(Protocol):
-    """What weights are packed from: a checkpoint, usually."""
-
-    config: ModelConfig
-
-    @property
-    def path(self) -> Path:
-        """Where it is, for error messages."""
-
-    def names(self) -> list[str]:
-        """Return the tensors' canonical names."""
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return one tensor."""
-
-
 def unsupported_reason(config: ModelConfig) -> str | None:
     """Return why the CPU kernels can't run this architecture, or None if they can."""
     if config.activation not in _ACTIVATIONS:
@@ -204,53 +159,6 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         if size % PANEL:
             return f"{name} = {size} is not a multiple of {PANEL}"
     return None
-
-
-@dataclass(frozen=True)
-class PackedSize:
-    """Bytes that a model's matrices take, packed.
-
-    Attributes:
-        total: of all of them.
-        experts: of those of experts that can be left on disk.
-    """
-
-    total: int
-    experts: int
-
-
-def packed_size(checkpoint: "Checkpoint", option: WeightsOption = "auto") -> PackedSize:
-    """Return how large a model is packed, without reading its weights.
-
-    Args:
-        checkpoint: the model.
-        option: see ``load_packed``.
-    """
-    sources = _matrix_sources(checkpoint)
-    in_mxfp4 = option != "f32" and is_mxfp4(sources, checkpoint.kind)
-
-    def weight_format(name: str, part: str) -> WeightFormat:
-        if in_mxfp4 and name in OFFLOADED:
-            return WeightFormat.MXFP4
-        return _format_for(checkpoint.kind(part), option)
-
-    sizes = {
-        name: sum(
-            packed_bytes(
-                [checkpoint.shape(part) for part in layer],
-                [weight_format(name, part) for part in layer],
-            )
-            for layer in layers
-        )
-        for name, layers in sources.items()
-    }
-    latent = checkpoint.config.latent
-    if latent is not None:  # what is multiplied head by head, in float32 at most
-        numbers = (
-            checkpoint.config.query_heads * latent.rank * (latent.plain_dim + latent.value_dim)
-        )
-        sizes["heads"] = 4 * numbers * checkpoint.config.layers
-    return PackedSize(sum(sizes.values()), sum(sizes.get(name, 0) for name in OFFLOADED))
 
 
 def load_packed(
@@ -300,7 +208,7 @@ def load_packed(
             ) from None
         arrays = read_arrays(path, progress, mapped)
     if arrays is None:
-        arrays = _pack_all(checkpoint, option, progress)
+        arrays = pack_weights(checkpoint, option, progress)
         _store(path, arrays)
     else:
         mark_used(path)
@@ -313,14 +221,14 @@ def _pack_into(
     """Pack a model into a file, the matrices of experts in the file itself."""
 
     def allocate(name: str, size: int) -> Uint8Array:
-        return writer.make(name, size) if name in OFFLOADED else _allocate(name, size)
+        return writer.make(name, size) if name in OFFLOADED else allocate_zeros(name, size)
 
-    writer.finish(_pack_all(checkpoint, option, progress, allocate))
+    writer.finish(pack_weights(checkpoint, option, progress, allocate))
 
 
 def pack_model(source: TensorSource) -> PackedModel:
     """Return a model's weights, packed anew and kept nowhere."""
-    return _assemble(source.config, _pack_all(source, "auto", ignore_progress))
+    return _assemble(source.config, pack_weights(source, "auto", ignore_progress))
 
 
 def _store(path: Path, arrays: Arrays) -> None:
@@ -334,216 +242,6 @@ def _store(path: Path, arrays: Arrays) -> None:
         store()
     else:
         start_in_background(store, "store packed weights")
-
-
-def _format_for(kind: str, option: WeightsOption) -> WeightFormat:
-    """Return the format that an option means for matrices of a stored kind."""
-    natural = natural_format(kind)
-    if option == "auto":
-        return natural
-    if option == "f32":
-        return WeightFormat.F32
-    rounded = WeightFormat.Q4_1 if option == "q4" else WeightFormat.Q8_0
-    exact = natural is not WeightFormat.F32 and LAYOUTS[natural].bits <= LAYOUTS[rounded].bits
-    return natural if exact else rounded
-
-
-def block_format(checkpoint: "Checkpoint", option: WeightsOption) -> WeightFormat:
-    """Return the least precise format among the matrices of the first decoder layer."""
-    names = set(checkpoint.names())
-    parts = [f"layers.0.{part}.weight" for parts in _MATRICES.values() for part in parts]
-    parts += [f"layers.0.experts.0.{part}.weight" for part in ("gate", "up", "down")]
-    return min(_format_for(checkpoint.kind(n), option) for n in parts if n in names)
-
-
-Allocate = Callable[[str, int], Uint8Array]
-"""Returns zeros for packed matrices, by name and size."""
-
-
-def _allocate(name: str, size: int) -> Uint8Array:
-    zeros: Uint8Array = aligned_zeros(size, np.uint8)
-    return zeros
-
-
-def _matrix_sources(checkpoint: TensorSource) -> dict[str, list[list[str]]]:
-    """Return the names of tensors that are packed together, in order, by what they become."""
-    config, names = checkpoint.config, set(checkpoint.names())
-    sources = {"embed": [["embed.weight"]], "head": [["lm_head.weight"]]} | {
-        name: [[f"layers.{i}.{part}.weight" for part in parts] for i in range(config.layers)]
-        for name, parts in _MATRICES.items()
-    }
-    present = {
-        name: [held for layer in layers if (held := [part for part in layer if part in names])]
-        for name, layers in (sources | expert_sources(config, names)).items()
-    }
-    return {name: layers for name, layers in present.items() if layers}
-
-
-def _pack_all(
-    checkpoint: TensorSource,
-    option: WeightsOption,
-    progress: Progress,
-    allocate: Allocate = _allocate,
-) -> dict[str, npt.NDArray[np.generic]]:
-    config = checkpoint.config
-    arrays: dict[str, npt.NDArray[np.generic]] = {}
-    sources = _matrix_sources(checkpoint)
-    in_mxfp4 = option != "f32" and is_mxfp4(sources, lambda name: checkpoint.tensor(name).kind)
-    done, steps = 0, sum(map(len, sources.values()))
-    for name, layers in sources.items():
-        tensors = [[checkpoint.tensor(part) for part in layer] for layer in layers]
-        own = WeightFormat.MXFP4 if in_mxfp4 and name in OFFLOADED else None
-        stacked = _Stacking(
-            tensors, option, partial(allocate, name), name in _INTERLEAVED, weight_format=own
-        )
-        try:
-            for _ in stacked.pack():
-                done += 1
-                progress("packing weights", done, steps)
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint.path}: {error}; download it again") from None
-        arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
-    others = {
-        name: _Stacking(tensors, option, partial(allocate, name))
-        for name, tensors in head_tensors(config, checkpoint.tensor).items()
-    }
-    if config.experts is not None:
-        routers = router_tensors(config, checkpoint.tensor)
-        others[ROUTER] = _Stacking(routers, "f32", partial(allocate, ROUTER))
-    for name, stacked in others.items():
-        for _ in stacked.pack():
-            pass
-        arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
-    arrays.update(_vectors(checkpoint, set(checkpoint.names())))
-    return arrays
-
-
-class _Stacking:
-    """Packs one matrix of all layers into one array.
-
-    Args:
-        layers: tensors that are packed together, of each layer.
-        option: see ``load_packed``.
-        allocate: returns zeros of a size.
-        interleaved: see ``packing.pack``.
-        weight_format: of all matrices; None is what the option means for each.
-
-    Attributes:
-        data: uint8, the layers' panels.
-        panels: int64 [layers * panels, 2], see ``LinearWeights``.
-    """
-
-    def __init__(
-        self,
-        layers: list[list[StoredTensor]],
-        option: WeightsOption,
-        allocate: Callable[[int], Uint8Array],
-        interleaved: bool = False,
-        weight_format: WeightFormat | None = None,
-    ) -> None:
-        self._layers = layers
-        self._interleaved = interleaved
-        self._formats = [
-            [
-                _format_for(part.kind, option) if weight_format is None else weight_format
-                for part in layer
-            ]
-            for layer in layers
-        ]
-        shapes = [[part.shape for part in layer] for layer in layers]
-        pairs = zip(shapes, self._formats, strict=True)
-        self._sizes = [packed_bytes(shape, formats) for shape, formats in pairs]
-        self.data = allocate(sum(self._sizes))
-        self.panels: Int64Array = np.zeros((0, 2), np.int64)
-
-    def pack(self) -> Iterator[None]:
-        """Pack, several layers at a time; yield after every layer.
-
-        Raises:
-            ValueError: see ``packing.pack``.
-        """
-        ends = np.cumsum(self._sizes).tolist()
-        parts = [self.data[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
-        panels = []
-        threads = available_threads()
-        following = [*self._layers[threads:], *([[]] * threads)]
-        with ThreadPoolExecutor(threads) as pool:
-            packed = pool.map(
-                partial(_pack_layer, self._interleaved), self._layers, self._formats, parts,
-                following,
-            )  # fmt: skip
-            for matrix, part_end in zip(packed, ends, strict=True):
-                matrix.panels[:, 0] += part_end - len(matrix.data)
-                panels.append(matrix.panels)
-                yield
-        self.panels = np.concatenate(panels)
-
-
-def _pack_layer(
-    interleaved: bool,
-    tensors: list[StoredTensor],
-    formats: list[WeightFormat],
-    out: Uint8Array,
-    following: list[StoredTensor],
-) -> PackedMatrix:
-    """Pack one layer's matrices, while those that this thread packs next are read from disk."""
-    for tensor in following:
-        read_ahead(tensor.data)
-    matrix = pack(tensors, formats, out, interleaved)
-    for tensor in tensors:
-        release_pages(tensor.data)
-    return matrix
-
-
-def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
-    """Return biases and norm weights, layers one after the other; absent biases are zeros."""
-    config = checkpoint.config
-    kv = config.kv_heads * config.head_dim
-    queries = config.query_heads * config.head_dim
-
-    def vector(name: str, size: int) -> npt.NDArray[np.float32]:
-        if name not in names:
-            return np.zeros(size, np.float32)
-        # A copy: to Numba, a read-only map has another type than an array from the cache, and the
-        # kernels would be compiled for both.
-        return np.array(checkpoint.tensor(name).to_float32()).reshape(-1)
-
-    def layers(*parts: tuple[str, int]) -> npt.NDArray[np.float32]:
-        return np.concatenate(
-            [
-                vector(f"layers.{i}.{part}", size)
-                for i in range(config.layers)
-                for part, size in parts
-            ]
-        )
-
-    post_norms = {}
-    if config.post_norms:
-        for name in ("attn_post_norm", "mlp_post_norm"):
-            post_norms[name] = layers((f"{name}.weight", config.hidden))
-            post_norms[f"{name}_bias"] = layers((f"{name}.bias", config.hidden))
-    return {
-        "qkv_bias": layers(("q.bias", queries), ("k.bias", kv), ("v.bias", kv)),
-        "o_bias": layers(("o.bias", config.hidden)),
-        "gate_bias": layers(("gate.bias", config.ffn)),
-        "up_bias": layers(("up.bias", config.ffn)),
-        "down_bias": layers(("down.bias", config.hidden)),
-        "head_bias": np.zeros(panel_count(config.vocab) * PANEL, np.float32),
-        "attn_norm": layers(("attn_norm.weight", config.hidden)),
-        "attn_norm_bias": layers(("attn_norm.bias", config.hidden)),
-        "mlp_norm": layers(("mlp_norm.weight", config.hidden)),
-        "mlp_norm_bias": layers(("mlp_norm.bias", config.hidden)),
-        "final_norm": vector("final_norm.weight", config.hidden),
-        "final_norm_bias": vector("final_norm.bias", config.hidden),
-        **post_norms,
-        **latent_norms(config, checkpoint.tensor),
-        **state_vectors(config, checkpoint.tensor),
-        **router_corrections(config, checkpoint.tensor),
-        **expert_biases(config, checkpoint.tensor),
-        **({"sinks": layers(("attn.sinks", config.query_heads))} if config.sinks else {}),
-        "q_norm": layers(("q_norm.weight", config.head_dim)),
-        "k_norm": layers(("k_norm.weight", config.head_dim)),
-    }
 
 
 def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:

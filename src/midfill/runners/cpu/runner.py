@@ -41,9 +41,10 @@ from midfill.runners.cpu.autotune import (
 )
 from midfill.runners.cpu.cells import CpuCells
 from midfill.runners.cpu.logits import NUMPY_LOGITS
-from midfill.runners.cpu.packed_model import PackedModel, block_format, load_packed
+from midfill.runners.cpu.packed_model import PackedModel, load_packed
 from midfill.runners.cpu.packed_state_space import CpuStates
 from midfill.runners.cpu.step_memory import StepMemory, StepSize, padded_vocab, usual_size
+from midfill.runners.cpu.weight_packing import block_format
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import LogitsOps
 from midfill.runners.rope import layer_frequencies

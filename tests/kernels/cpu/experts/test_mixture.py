@@ -61,7 +61,7 @@ MIXTURES = {
 
 @dataclass
 class MadeModel:
-    """One layer whose attention adds nothing; implements ``packed_model.TensorSource``.
+    """One layer whose attention adds nothing; implements ``weight_packing.TensorSource``.
 
     Attributes:
         experts: its mixture.
