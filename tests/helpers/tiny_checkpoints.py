@@ -359,7 +359,9 @@ def reference_model(folder: Path, context: int) -> "torch.nn.Module":
         with torch.inference_mode():
             model(torch.zeros((1, context), dtype=torch.int64), use_cache=False)
         rotary.original_max_seq_len = 0
-    if rotary.rope_type == "longrope":  # the same with its frequencies of long texts
+    if (
+        rotary is not None and rotary.rope_type == "longrope"
+    ):  # the same with its frequencies of long texts
         with torch.inference_mode():
             model(torch.zeros((1, context), dtype=torch.int64), use_cache=False)
         rotary.rope_type = "default"

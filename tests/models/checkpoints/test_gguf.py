@@ -329,8 +329,8 @@ class TestBrokenFiles:
         assert reason_not_to_open(path).startswith(
             "tensor 'blk.0.attn_q_norm.weight' is no part of"
         )
-        write(path, weights() | {"blk.0.ssm_in.weight": np.ones(8, np.float32)})
-        assert "'blk.0.ssm_in.weight' is of a kind" in reason_not_to_open(path)
+        write(path, weights() | {"blk.0.time_mix_key.weight": np.ones(8, np.float32)})
+        assert "'blk.0.time_mix_key.weight' is of a kind" in reason_not_to_open(path)
 
     def test_a_type_that_cannot_be_dequantised_is_named(self, path: Path) -> None:
         write(path, weights() | {"token_embd.weight": np.zeros((VOCAB, HIDDEN), np.float64)})

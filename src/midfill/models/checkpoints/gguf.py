@@ -240,16 +240,21 @@ class GgufCheckpoint:
         return place
 
     def _read_config(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-        factors: npt.NDArray[np.generic] = np.empty(0, np.float32)
-        stored = rope_factors_of(self._file.metadata)
-        if stored in self._file.tensors:
-            if self._file.tensors[stored].type.kind != "f32":
-                raise CheckpointError(f"{self.path}: tensor {stored!r} must be F32")
-            factors = self._file.data(stored).reshape(-1)
         try:
-            return config_from_gguf(self._file.metadata, shapes, factors.tolist())
+            factors = self._rope_factors()
+            return config_from_gguf(self._file.metadata, shapes, factors)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+
+    def _rope_factors(self) -> list[float]:
+        """Return the factors of the rotary embedding's frequencies; none where none are stored."""
+        stored = rope_factors_of(self._file.metadata)
+        if stored not in self._file.tensors:
+            return []
+        if self._file.tensors[stored].type.kind != "f32":
+            raise CheckpointError(f"tensor {stored!r} must be F32")
+        factors: list[float] = self._file.data(stored).reshape(-1).tolist()
+        return factors
 
     def _split_fused(self) -> None:
         """Give q, k, v, gate and up places of their own, where a file has several as one.
