@@ -12,7 +12,7 @@ from midfill.errors import MidfillError
 from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import Experts, LatentAttention
-from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.cpu.packed_model import load_packed
 from midfill_lab.bench.peers.measure import Programs, compare_peers
 from midfill_lab.bench.peers.results import PeersOptions
 from midfill_lab.bench.peers.servers import ComparedModel, open_compared
@@ -116,7 +116,7 @@ class TestRandomModels:
         assert checkpoint.config.experts == experts
         assert checkpoint.tensor("layers.0.up.weight").shape == (96, 64)
         assert checkpoint.tensor("layers.1.shared.up.weight").shape == (64, 64)
-        assert CpuRunner.load(checkpoint, slots=8, threads=1).slots == 8
+        assert "experts_in" in load_packed(checkpoint, folder=tmp_path).matrices
 
     def test_the_tokenizer_is_the_other_models(
         self, random_gguf: Path, gguf_model: ComparedModel

@@ -25,12 +25,15 @@ def methods(context: typer.Context) -> None:
         )
         table.add_row(entry.name, entry.kind, options, f"{entry.title}: {entry.source}")
     Console().print(table, highlight=False)
-    calibrated = ", ".join(entry.name for entry in METHODS.values() if entry.calibrated)
+    calibrated = ", ".join(
+        f"{entry.name} ({entry.calibrated_where})" if entry.calibrated_where else entry.name
+        for entry in METHODS.values()
+        if entry.calibrated
+    )
     typer.echo()
     for kind, meaning in KINDS.items():
         typer.echo(f"{kind:8} {meaning}")
     typer.echo("\nmidfill serve --method cake:budget=256 uses one for every prompt.")
     typer.echo("A budget is tokens per layer, or a share of the prompt if below 1.")
-    typer.echo(f"For other models than the default one, calibrate these first: {calibrated}")
-    typer.echo("(epicache only where its alpha is above 0).")
+    typer.echo(f"For other models than the default one, calibrate these first: {calibrated}.")
     typer.echo("midfill methods calibrate NAME --model MODEL")

@@ -40,6 +40,7 @@ class MethodEntry:
             begins with a dot.
         calibrated: whether it has tables, for some options at least, that ``midfill methods
             calibrate`` computes of a model.
+        calibrated_where: for which options, if not for all: "with alpha above 0".
     """
 
     name: str
@@ -49,6 +50,7 @@ class MethodEntry:
     module: str
     factory: str
     calibrated: bool = False
+    calibrated_where: str = ""
 
     def load(self) -> type[Any]:
         """Return the dataclass of the method's hyper-parameters."""
@@ -122,7 +124,8 @@ METHODS = {
             "Zhu et al., COLM 2025, arXiv 2504.00970", ".sentences.sentencekv", "SentenceKV"),
         MethodEntry("epicache", "episodes", "EpiCache",
             "Kim et al., 2025, arXiv 2509.17396",
-            ".episodes.epicache", "EpiCache", calibrated=True),
+            ".episodes.epicache", "EpiCache", calibrated=True,
+            calibrated_where="with alpha above 0"),
         MethodEntry("lazyllm", "rows", "LazyLLM",
             "Fu et al., 2024, arXiv 2407.14057", ".rows.lazyllm", "LazyLLM"),
         MethodEntry("uncomp-stage", "rows", "UNComp's stages",

@@ -84,7 +84,8 @@ def alone(runner: Runner, tokens: list[int], method: Any = METHOD, **fields: Any
 
 
 def store_of(engine: Engine) -> EpisodeStore:
-    return engine._methods._episodes._state.store
+    (store,) = engine._methods._episodes._state.stores.values()
+    return store
 
 
 def stored(engine: Engine, kind: type = EpisodeCache) -> list[Any]:

@@ -22,7 +22,7 @@ class Held:
 def test_it_holds_the_most_recently_used_that_fit(
     actions: list[tuple[str, int, int]],
 ) -> None:
-    store, held, limit = EpisodeStore(), {}, 100
+    store, held, limit = EpisodeStore(100), {}, 100
     for action, key, size in actions:
         if action == "find":
             found = store.find(key, Held)
@@ -32,16 +32,23 @@ def test_it_holds_the_most_recently_used_that_fit(
             continue
         held.pop(key, None)
         held[key] = Held(size)
-        store.keep(key, held[key], limit)
+        store.keep(key, held[key])
         while sum(each.nbytes for each in held.values()) > limit:
             del held[next(iter(held))]
         assert store.nbytes == sum(each.nbytes for each in held.values())
 
 
-def test_what_exceeds_the_limit_by_itself_is_not_held() -> None:
-    store = EpisodeStore()
-    store.keep("a", Held(200), 100)
+def test_what_exceeds_the_limit_by_itself_is_not_held_and_takes_nobodys_place() -> None:
+    store = EpisodeStore(100)
+    store.keep("b", Held(60))
+    store.keep("a", Held(30))
+    store.keep("a", Held(200))
     assert store.find("a", Held) is None
-    assert store.nbytes == 0
-    store.keep("a", Held(10), 100)
-    assert store.find("a", str) is None  # type: ignore[type-var]
+    assert store.find("b", Held) == Held(60)
+    assert store.nbytes == 60
+
+
+def test_a_thing_of_another_kind_is_not_found() -> None:
+    store = EpisodeStore(100)
+    store.keep("a", Held(10))
+    assert store.find("a", type(None)) is None  # type: ignore[type-var]

@@ -6,7 +6,7 @@ as after any eviction. Points depend on the history alone, so load and preemptio
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
@@ -67,14 +67,19 @@ class EpisodeState:
     Attributes:
         runner: the model and its KV cache.
         eviction: moves cells.
-        store: the caches of conversations.
         counts: what was done.
+        stores: the caches of conversations by their memory, in MiB: a request that asks for less
+            takes nothing from others.
     """
 
     runner: Runner
     eviction: Eviction
-    store: EpisodeStore
     counts: EpisodeCounts
+    stores: dict[int, EpisodeStore] = field(default_factory=dict)
+
+    def store(self, memory: int) -> EpisodeStore:
+        """Return the store of so many MiB."""
+        return self.stores.setdefault(memory, EpisodeStore(memory << 20))
 
     def kept_slots(self, method: EpisodicMethod, history: int) -> int:
         """Return the most slots that what stays of a history fills."""
@@ -150,6 +155,7 @@ class EpisodicSequence(SequenceMethod):
         self._kept = state.kept_slots(method, parts.history)
         digest = blake2b(tokens[: parts.history].tobytes(), digest_size=16).digest()
         self._key: Hashable = (tenant, digest, method.identity)
+        self._store = state.store(method.rule.memory)
         self._found: _Episode | None = None
         self._window: list[Float32Array] = []
         self._extra_rows = 0
@@ -171,20 +177,20 @@ class EpisodicSequence(SequenceMethod):
         return self._found
 
     def _episodes(self, history: Int32Array, bounds: Int32Array) -> Episodes:
-        store, rule = self._state.store, self._method.rule
+        rule, store = self._method.rule, self._store
         episodes = store.find(self._key, Episodes)
         if episodes is None:
             embeddings = self._state.embeddings(np.unique(history))
             vectors = self._state.token_vectors.of(embeddings)
             episodes = find_episodes(history, bounds, vectors, rule.episodes, rule.near, rule.seed)
-            store.keep(self._key, episodes, rule.memory << 20)
+            store.keep(self._key, episodes)
         return episodes
 
     def _stored(self) -> EpisodeCache | None:
         """Return the episode's cache, if it is there and may stand for the history."""
         if self._scored:  # rows of the history run, since their logits are wanted
             return None
-        return self._state.store.find((self._key, self._episode.number), EpisodeCache)
+        return self._store.find((self._key, self._episode.number), EpisodeCache)
 
     # --- how it may run
 
@@ -277,9 +283,9 @@ class EpisodicSequence(SequenceMethod):
         return True
 
     def _save(self, kv: SequenceKV) -> None:
-        counts, limit = self._state.counts, self._method.rule.memory << 20
+        counts = self._state.counts
         cache = EpisodeCache.save(kv, self._state.runner.cells)
-        self._state.store.keep((self._key, self._episode.number), cache, limit)
+        self._store.keep((self._key, self._episode.number), cache)
         counts.parked_bytes = max(counts.parked_bytes, cache.nbytes)
 
     def take_extra_rows(self) -> int:
@@ -388,7 +394,7 @@ class EpisodeKind(PlainLengths):
 
     def __init__(self, runner: Runner, eviction: Eviction) -> None:
         self.counts = EpisodeCounts()
-        self._state = EpisodeState(runner, eviction, EpisodeStore(), self.counts)
+        self._state = EpisodeState(runner, eviction, self.counts)
 
     def attach(
         self, name: str, method: object, request: RequestFacts, sequence: SequenceView

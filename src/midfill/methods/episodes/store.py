@@ -80,11 +80,15 @@ class EpisodeStore:
 
     Keys begin with a tenant and the history, so nothing is found under another's.
 
+    Args:
+        limit: of its memory, in bytes.
+
     Attributes:
         nbytes: memory of all that it holds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._held: OrderedDict[Hashable, Stored] = OrderedDict()
         self.nbytes = 0
 
@@ -96,14 +100,17 @@ class EpisodeStore:
         self._held.move_to_end(key)
         return found
 
-    def keep(self, key: Hashable, stored: Stored, limit: int) -> None:
-        """Hold something, and forget others until all of it takes at most ``limit`` bytes.
+    def keep(self, key: Hashable, stored: Stored) -> None:
+        """Hold something, and forget others where all of it takes more than the limit.
 
         What is larger than that by itself is not held.
         """
         before = self._held.pop(key, None)
-        self.nbytes += stored.nbytes - (0 if before is None else before.nbytes)
+        self.nbytes -= 0 if before is None else before.nbytes
+        if stored.nbytes > self._limit:
+            return
         self._held[key] = stored
-        while self.nbytes > limit:
+        self.nbytes += stored.nbytes
+        while self.nbytes > self._limit:
             _, forgotten = self._held.popitem(last=False)
             self.nbytes -= forgotten.nbytes
