@@ -84,8 +84,7 @@ def alone(runner: Runner, tokens: list[int], method: Any = METHOD, **fields: Any
 
 
 def store_of(engine: Engine) -> EpisodeStore:
-    (store,) = engine._methods._episodes._state.stores.values()
-    return store
+    return engine._methods._episodes._state.store(RULE.memory)
 
 
 def stored(engine: Engine, kind: type = EpisodeCache) -> list[Any]:
@@ -416,9 +415,11 @@ def test_methods_share_no_caches_unless_they_are_the_same(runner: CpuRunner) -> 
 def test_memory_is_bounded(runner: CpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     keep, most = EpisodeStore.keep, [0]
 
-    def limited(self: EpisodeStore, key: Any, found: Any, limit: int) -> None:
-        assert limit == RULE.memory << 20
-        keep(self, key, found, 100_000)
+    def limited(self: EpisodeStore, key: Any, found: Any) -> None:
+        assert self._limit == RULE.memory << 20
+        monkeypatch.setattr(self, "_limit", 100_000)
+        keep(self, key, found)
+        monkeypatch.setattr(self, "_limit", RULE.memory << 20)
         most[0] = max(most[0], self.nbytes)
 
     monkeypatch.setattr(EpisodeStore, "keep", limited)
@@ -596,3 +597,11 @@ def test_a_failure_ends_the_request_alone(
     answers = serve(engine, requests)
     assert answers["bad", 0].error == "the method of episodes failed: no scores"
     assert same(answers["good", 0], alone(runner, HISTORY[:50], None))
+
+
+def test_a_request_with_less_memory_takes_nothing_from_others(runner: CpuRunner) -> None:
+    engine = build_engine(runner, method=METHOD)
+    ask(engine, history(18, 0) + question(0))
+    held = len(stored(engine))
+    engine._methods._episodes._state.store(RULE.memory // 2).keep("other", stored(engine)[0])
+    assert len(stored(engine)) == held > 0
