@@ -8,7 +8,7 @@ like other cells. It consists of two *streams*, keys and values, each of which s
     x[t, c] = (code[t, c] * scale[t, g] + zero[t, g]) * channel_scale[c] + channel_zero[c]
               + sum over j of coefficient[t, j] * basis[j, c],    g = c // (head_dim / groups)
 
-but for *outliers*, which are stored as they are. Every term but the codes may be missing.
+and *outliers*, which are added to few of the numbers. Every term but the codes may be missing.
 ``parts/quantized.py`` of the CPU kernels decodes the same bytes.
 """
 
@@ -62,7 +62,7 @@ class QuantizedVectors:
         coefficients: float16 [n, rank]; None if the rank is 0.
         basis: float16 [rank, head_dim]; None if the rank is 0.
         outlier_places: uint16 [m], token * head_dim + channel, ascending; None if there are none.
-        outliers: float16 [m], what is there; None if there are none.
+        outliers: float16 [m], what is added there; None if there are none.
     """
 
     codes: UInt8Array
@@ -92,7 +92,7 @@ class QuantizedVectors:
         if self.coefficients is not None and self.basis is not None:
             vectors += self.coefficients.astype(np.float32) @ self.basis.astype(np.float32)
         if self.outlier_places is not None and self.outliers is not None:
-            vectors.reshape(-1)[self.outlier_places] = self.outliers
+            vectors.reshape(-1)[self.outlier_places] += self.outliers
         return vectors
 
     def fields(self, bytes_at: int) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def test_the_backbone_is_by_channel_for_keys_and_by_token_for_values() -> None:
                     assert found[token, channel] == pytest.approx(expected, rel=1e-2, abs=1e-2)
 
 
-def test_outliers_are_the_largest_and_smallest_of_each_vector_and_stay_as_they_are() -> None:
+def test_outliers_are_the_largest_and_smallest_of_each_vector_and_stay_as_they_were() -> None:
     """Of a key's channel over the block, and of a token's values in all heads of the layer."""
     keys, values = layer_vectors()
     method = Gear(outliers=0.05)
@@ -94,8 +94,9 @@ def test_outliers_are_the_largest_and_smallest_of_each_vector_and_stay_as_they_a
             # float16 has equal numbers, of which either may be the outlier.
             chosen = np.sort(exact[head].reshape(-1)[places])
             assert chosen.tolist() == np.sort(exact[head][outliers[head]]).tolist()
-            assert stream.decode().reshape(-1)[places].tolist() == (
-                exact[head].reshape(-1)[places].tolist()
+            found = stream.decode().reshape(-1)[places]
+            np.testing.assert_allclose(
+                found, exact[head].reshape(-1)[places], rtol=2e-3, atol=2e-3
             )
 
 
@@ -124,8 +125,13 @@ def test_the_residual_counts_no_outlier_twice() -> None:
     for part, exact in enumerate((keys, values)):
         for head, block in enumerate(blocks):
             stream = streams(block)[part]
-            backbone = replace(stream, basis=None, coefficients=None).decode()
-            np.testing.assert_allclose(seen[part][head], exact[head] - backbone, atol=1e-6)
+            backbone = replace(
+                stream, basis=None, coefficients=None, outlier_places=None, outliers=None
+            )
+            expected = exact[head] - backbone.decode()
+            assert stream.outlier_places is not None
+            expected.reshape(-1)[stream.outlier_places] = 0
+            np.testing.assert_allclose(seen[part][head], expected, atol=1e-6)
 
 
 def test_each_correction_takes_some_of_the_error_off() -> None:
@@ -170,8 +176,8 @@ def test_all_outliers_give_all_numbers_back() -> None:
         keys, values = layer_vectors(tokens)
         for head, block in enumerate(Gear(outliers=1).encode(keys, values, 2)):
             found = block.decode(DIM)
-            assert found[0].tolist() == keys[head].tolist()
-            assert found[1].tolist() == values[head].tolist()
+            np.testing.assert_allclose(found[0], keys[head], rtol=2e-3, atol=1e-3)
+            np.testing.assert_allclose(found[1], values[head], rtol=2e-3, atol=1e-3)
 
 
 def test_three_products_are_attention_over_the_sum() -> None:
@@ -190,15 +196,14 @@ def test_three_products_are_attention_over_the_sum() -> None:
 
 
 def products(stream: QuantizedVectors, vector: np.ndarray, *, transposed: bool) -> np.ndarray:
-    """Return what D, L and S give by themselves, added up; S is beside D and L there."""
+    """Return what D, L and S give by themselves, added up."""
     backbone = replace(stream, basis=None, coefficients=None, outlier_places=None, outliers=None)
-    without = replace(stream, outlier_places=None, outliers=None).decode().reshape(-1)
     assert stream.outlier_places is not None
     assert stream.outliers is not None
     assert stream.coefficients is not None
     assert stream.basis is not None
     sparse = np.zeros(stream.codes.size)
-    sparse[stream.outlier_places] = stream.outliers - without[stream.outlier_places]
+    sparse[stream.outlier_places] = stream.outliers
     sparse = sparse.reshape(stream.codes.shape)
     coefficients, basis = (part.astype(np.float64) for part in (stream.coefficients, stream.basis))
     if transposed:

@@ -62,7 +62,7 @@ def batch(first: int, rows: int, cells: RaggedIndex | None = None) -> ForwardBat
 OUTLIERS, PER_TOKEN, PER_CHANNEL, ZEROS, RANK = 1, 2, 4, 8, 16
 """Terms by the bits of a number."""
 PLAIN = (PER_TOKEN, PER_CHANNEL, PER_CHANNEL + ZEROS, PER_TOKEN + ZEROS)
-"""Terms with which codes of up to 4 bits are multiplied as they are."""
+"""Terms without a low rank and outliers, which take further products."""
 
 
 def vectors(rng: np.random.Generator, count: int, dim: int, number: int) -> QuantizedVectors:

@@ -4,9 +4,9 @@ Source: Kang et al., "GEAR: An Efficient KV Cache Compression Recipe for Near-Lo
 Inference of LLM", 2024, arXiv 2403.05527. A block X of a head's keys or values [n, head_dim] is
 stored as D + L + S:
 
-- S, outliers: the s/2 largest and the s/2 smallest numbers of each vector, as they are. A vector is
-  a channel along the block's tokens for keys, a token's channels in all heads of the layer for
-  values. D has the vector's mean in their places, which don't widen its range then.
+- S, outliers: what D + L lacks of the s/2 largest and the s/2 smallest numbers of each vector. A
+  vector is a channel along the block's tokens for keys, a token's channels in all heads of the
+  layer for values. D has the vector's mean in their places, which don't widen its range then.
 - D, the backbone: codes of some bits, from the smallest to the largest number per channel for keys
   (KCVT over the block; a block of 64 tokens is KIVI's grouping), per token for values.
 - L = A B, the residual X - D - S in rank r, found by three power iterations from random
@@ -193,11 +193,12 @@ class Gear(MethodDefaults):
             outliers: bool [m, n, head_dim].
             rank: of the residuals.
         """
+        missing = vectors - backbone.decode()
         if rank := min(rank, *vectors.shape[1:]):
-            residual = vectors - backbone.decode()
-            residual[outliers] = 0
+            residual = np.where(outliers, np.float32(0), missing)
             coefficients, basis = (part.astype(np.float16) for part in self.factors(residual, rank))
             backbone = replace(backbone, coefficients=coefficients, basis=basis)
+            missing -= coefficients.astype(np.float32) @ basis.astype(np.float32)
         corrected = [backbone.of_block(number) for number in range(len(vectors))]
         for number, found in enumerate(outliers.reshape(len(outliers), -1)):
             places = np.flatnonzero(found)
@@ -205,7 +206,7 @@ class Gear(MethodDefaults):
                 corrected[number] = replace(
                     corrected[number],
                     outlier_places=places.astype(np.uint16),
-                    outliers=vectors[number].reshape(-1)[places].astype(np.float16),
+                    outliers=missing[number].reshape(-1)[places].astype(np.float16),
                 )
         return corrected
 

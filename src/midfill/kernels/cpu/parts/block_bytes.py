@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache
@@ -17,11 +18,16 @@ from midfill.kernels.cpu.simd import (
     I8,
     I32,
     I32_VECTOR,
+    LANES,
+    f32x16,
     llvm_call,
     load_unaligned,
+    store,
     store_unaligned,
 )
 
+HALF = 2
+"""Bytes of a float16."""
 _MAX_CHECKED_CELLS = 128
 
 
@@ -61,6 +67,12 @@ def _prefetch_line(context: Any, builder: Any, kinds: Any, array: Any, at: Any) 
     pointer = byte_pointer(context, builder, kinds[0], array, at)
     hints = [I32(hint) for hint in (0, 2, 1)]  # read, second level, data
     llvm_call(builder, "llvm.prefetch.p0", [pointer, *hints], ir.VoidType())
+
+
+@generated(f32x16, OWN, INDEX)
+def _load_halves(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
+    """Load 16 float16 from byte ``at`` of an array, as float32."""
+    return load_halves(context, builder, byte_pointer(context, builder, kinds[0], array, at))
 
 
 class BlockBytes(NamedTuple):
@@ -149,6 +161,16 @@ def copy_bytes(source: BlockBytes, at: int, count: int, raw: Float32Array, to: i
         else:
             _copy_run(source.cache.keys, place, size, raw, to)
         at, to, count = at + size, to + size, count - size
+
+
+@inlined_kernel
+def copy_halves(
+    source: BlockBytes, at: int, count: int, raw: Float32Array, out: Float32Array, to: int
+) -> None:
+    """Write ``count`` float16 of a block, from byte ``at`` on, to out[to:] in whole vectors."""
+    copy_bytes(source, at, count * HALF, raw, 0)
+    for i in range(0, count, LANES):
+        store(out, to + i, _load_halves(raw, i * HALF))
 
 
 @kernel

@@ -16,18 +16,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
-from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number, kernel_by_type
-from midfill.kernels.cpu.kv_cache import KVArray, load_entry, store_entry
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_number
+from midfill.kernels.cpu.kv_cache import KVArray, store_entry
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.parts.block_bytes import (
+    HALF,
     BlockBytes,
     byte_pointer,
     copy_bytes,
+    copy_halves,
     find_run,
     prefetch_bytes,
 )
+from midfill.kernels.cpu.parts.outliers import add_to_entries
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
@@ -62,11 +64,10 @@ PIECE = 64
 """Keys that are decoded at a time."""
 BLOCK_ROWS = 64
 """Rows of a query block, times the query heads that share a unit: ``BLOCK`` of keys.py."""
-_OUTLIERS_AT_ONCE = 256
+MAX_GROUPS = 2
+"""Groups of channels with terms of their own whose codes can be multiplied as they are."""
 _WIDENED = 128
 """Codes that are widened at a time."""
-_HALF = 2
-"""Bytes of a float16."""
 
 
 class QuantizedScratch(NamedTuple):
@@ -77,10 +78,14 @@ class QuantizedScratch(NamedTuple):
         raw: float32 [PIECE * head_dim + 32], bytes of a block as they are copied.
         channels: float32 [2 * head_dim], scales and zeros of channels.
         basis: float32 [MAX_RANK * head_dim].
-        tokens: float32 [max(PIECE * head_dim / 8, 512)], scales and zeros of tokens.
-        coefficients: float32 [PIECE * MAX_RANK].
-        queries: float32 [64 * head_dim], scaled for the channels of a block.
+        tokens: float32 [max(PIECE * head_dim / 8, 1024)], scales and zeros of tokens.
+        coefficients: float32 [256 * MAX_RANK].
+        terms: float32 [2 * 256], the scales and the zeros of a group of channels.
+        queries: float32 [64 * head_dim], scaled for the channels of a block; later what sums of
+            values are made of.
         row_terms: float32 [2 * 64], of the rows of ``queries``.
+        panel: float32 [64 * 256], of a segment's keys: scores of a group of channels, or weights
+            that were scaled for it.
         piece: softmax sums of a piece, 64 rows.
     """
 
@@ -90,16 +95,19 @@ class QuantizedScratch(NamedTuple):
     basis: Float32Array
     tokens: Float32Array
     coefficients: Float32Array
+    terms: Float32Array
     queries: Float32Array
     row_terms: Float32Array
+    panel: Float32Array
     piece: SoftmaxSums
 
 
 def quantized_scratch_size(head_dim: int) -> int:
     """Return how many float32 a thread needs."""
     numbers, rows = PIECE * head_dim, BLOCK_ROWS * (head_dim + 2)
-    ranks, tokens = MAX_RANK * (head_dim + PIECE), max(numbers // 8, 2 * SEGMENT)
-    return 2 * (numbers + LANES + head_dim + rows) + tokens + ranks
+    ranks, tokens = MAX_RANK * (head_dim + SEGMENT), max(numbers // 8, 2 * MAX_GROUPS * SEGMENT)
+    segment = (BLOCK_ROWS + 2) * SEGMENT
+    return 2 * (numbers + LANES + head_dim + rows) + tokens + ranks + segment
 
 
 quantized_words = kernel(quantized_scratch_size)
@@ -114,33 +122,21 @@ def cut_quantized(memory: Float32Array, head_dim: int) -> QuantizedScratch:
     raw, rest = rest[: numbers + 2 * LANES], rest[numbers + 2 * LANES :]
     channels, rest = rest[: 2 * head_dim], rest[2 * head_dim :]
     basis, rest = rest[: MAX_RANK * head_dim], rest[MAX_RANK * head_dim :]
-    terms = max(numbers // 8, 2 * SEGMENT)
-    tokens, rest = rest[:terms], rest[terms:]
-    coefficients, rest = rest[: PIECE * MAX_RANK], rest[PIECE * MAX_RANK :]
+    size = max(numbers // 8, 2 * MAX_GROUPS * SEGMENT)
+    tokens, rest = rest[:size], rest[size:]
+    coefficients, rest = rest[: SEGMENT * MAX_RANK], rest[SEGMENT * MAX_RANK :]
+    terms, rest = rest[: 2 * SEGMENT], rest[2 * SEGMENT :]
     queries, rest = rest[:rows], rest[rows:]
     row_terms, rest = rest[: 2 * BLOCK_ROWS], rest[2 * BLOCK_ROWS :]
+    panel, rest = rest[: BLOCK_ROWS * SEGMENT], rest[BLOCK_ROWS * SEGMENT :]
     piece = SoftmaxSums(rest[rows:], rest[:rows])
     return QuantizedScratch(
-        entries, raw, channels, basis, tokens, coefficients, queries, row_terms, piece
-    )
+        entries, raw, channels, basis, tokens, coefficients, terms, queries, row_terms, panel,
+        piece,
+    )  # fmt: skip
 
 
 # ---- generated code --------------------------------------------------------------------------
-
-
-@generated(f32x16, OWN, INDEX)
-def _load_halves(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
-    """Load 16 float16 from byte ``at`` of an array, as float32."""
-    return load_halves(context, builder, byte_pointer(context, builder, kinds[0], array, at))
-
-
-@generated(types.intp, OWN, INDEX)
-def _load_place(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> Any:
-    """Load a uint16 from byte ``at`` of an array."""
-    pointer = byte_pointer(context, builder, kinds[0], array, at)
-    place = builder.load(builder.bitcast(pointer, I16.as_pointer()))
-    place.align = 1
-    return builder.zext(place, context.get_value_type(types.intp))
 
 
 def _codes_of(width: int) -> Any:
@@ -274,16 +270,6 @@ bytes_in = intrinsic(_bytes_in)
 
 
 @inlined_kernel
-def _copy_halves(
-    source: BlockBytes, at: int, count: int, raw: Float32Array, out: Float32Array, to: int
-) -> None:
-    """Write ``count`` float16 of a block, from byte ``at`` on, to out[to:] in whole vectors."""
-    copy_bytes(source, at, count * _HALF, raw, 0)
-    for i in range(0, count, LANES):
-        store(out, to + i, _load_halves(raw, i * _HALF))
-
-
-@inlined_kernel
 def _fill(out: Float32Array, first: int, end: int, value: float) -> None:
     for i in range(first, end, LANES):
         store(out, i, splat(np.float32(value)))
@@ -295,8 +281,8 @@ def _load_low_rank(
     memory: QuantizedScratch,
 ) -> None:  # fmt: skip
     """Load the basis and the coefficients of ``count`` tokens, from bytes of the block on."""
-    _copy_halves(source, basis_at, rank * dim, memory.raw, memory.basis, 0)
-    _copy_halves(source, coefficients_at, count * rank, memory.raw, memory.coefficients, 0)
+    copy_halves(source, basis_at, rank * dim, memory.raw, memory.basis, 0)
+    copy_halves(source, coefficients_at, count * rank, memory.raw, memory.coefficients, 0)
 
 
 @inlined_kernel
@@ -318,28 +304,34 @@ def _load_terms(
     if channels:  # zeros follow scales, here and there
         to = 0 if channels & CHANNEL_SCALE else dim
         length = 2 * dim if has_both else dim
-        _copy_halves(source, at, length, raw, memory.channels, to)
-        at += length * _HALF
+        copy_halves(source, at, length, raw, memory.channels, to)
+        at += length * HALF
     basis_at = at
-    at += int(rank) * dim * _HALF
+    at += int(rank) * dim * HALF
     if groups > 0:
         width = 2 * groups
-        start = at + first * width * _HALF
-        _copy_halves(source, start, count * width, raw, memory.tokens, 0)
-        at += tokens * width * _HALF
+        start = at + first * width * HALF
+        copy_halves(source, start, count * width, raw, memory.tokens, 0)
+        at += tokens * width * HALF
     if rank > 0:
-        start = at + first * int(rank) * _HALF
+        start = at + first * int(rank) * HALF
         _load_low_rank(source, int(rank), basis_at, start, count, dim, memory)
-        at += tokens * int(rank) * _HALF
+        at += tokens * int(rank) * HALF
     return at
 
 
 @inlined_kernel
-def _codes_at(fields: Int32Array, tokens: int, dim: int) -> int:
+def codes_at(fields: Int32Array, tokens: int, dim: int) -> int:
     """Return the byte of a block at which a stream's codes start."""
     vectors = (fields[CHANNELS] & CHANNEL_SCALE) + (fields[CHANNELS] & CHANNEL_ZERO) // 2
     terms = (vectors + fields[RANK]) * dim + (2 * fields[GROUPS] + fields[RANK]) * tokens
-    return int(fields[BYTES_AT] + terms * _HALF)
+    return int(fields[BYTES_AT] + terms * HALF)
+
+
+@inlined_kernel
+def outliers_at(fields: Int32Array, tokens: int, dim: int) -> int:
+    """Return the byte of a block at which a stream's outliers start."""
+    return int(codes_at(fields, tokens, dim) + tokens * dim * int(fields[BITS]) // 8)
 
 
 @kernel
@@ -349,7 +341,7 @@ def prefetch_codes(
 ) -> None:  # fmt: skip
     """Prefetch the codes of ``count`` tokens of a stream; arguments as of ``load_codes``."""
     width = 2 if fields[BITS] == 3 else int(fields[BITS])
-    start = _codes_at(fields, tokens, dim) + first * dim * width // 8
+    start = codes_at(fields, tokens, dim) + first * dim * width // 8
     prefetch_bytes(source, start, count * dim * width // 8)
 
 
@@ -411,97 +403,32 @@ codes' second plane.
 """
 
 
-@kernel
-def _place_outliers(
-    source: BlockBytes, at: int, outliers: int, first: int,
-    count: int, dim: int, memory: QuantizedScratch, out: KVArray,
-) -> None:  # fmt: skip
-    """Put outliers in their places, those of ``count`` tokens from ``first`` on.
-
-    Args:
-        at: byte of the block at which their places start.
-        outliers: how many the block has.
-        source, first, count, dim, memory, out: see ``decode_stream``.
-    """
-    low, high = 0, outliers
-    while low < high:  # the first one that is of these tokens
-        middle = (low + high) // 2
-        copy_bytes(source, at + middle * _HALF, _HALF, memory.raw, 0)
-        if _load_place(memory.raw, 0) < first * dim:
-            low = middle + 1
-        else:
-            high = middle
-    values_at = at + outliers * _HALF
-    for start in range(low, outliers, _OUTLIERS_AT_ONCE):
-        taken = min(_OUTLIERS_AT_ONCE, outliers - start)
-        # Values come after the places in the scratch, which are half as wide.
-        _copy_halves(
-            source, values_at + start * _HALF, taken, memory.raw, memory.raw,
-            _OUTLIERS_AT_ONCE,
-        )  # fmt: skip
-        copy_bytes(source, at + start * _HALF, taken * _HALF, memory.raw, 0)
-        for number in range(taken):
-            place = _load_place(memory.raw, number * _HALF) - first * dim
-            if place >= count * dim:
-                return
-            value = memory.raw[_OUTLIERS_AT_ONCE + number]
-            replace_number(out, place, value, memory.raw)
-
-
-@inlined_kernel
-def _replace_float(out: KVArray, at: int, value: float, scratch: Float32Array) -> None:
-    out[at] = value
-
-
-@inlined_kernel
-def _replace_in_vector(out: KVArray, at: int, value: float, scratch: Float32Array) -> None:
-    lane, room = at % LANES, 3 * _OUTLIERS_AT_ONCE
-    store(scratch, room, load_entry(out, at - lane))
-    scratch[room + lane] = value
-    store_entry(out, at - lane, load(scratch, room))
-
-
-@kernel_by_type
-def replace_number(out: Any, *_: Any) -> Any:
-    """Set a number of entries. Arguments: (out, at, value float32, scratch float32).
-
-    One of a format that can't be rounded to alone is written anew with the vector that it is in.
-    """
-    return _replace_float if out.dtype == types.float32 else _replace_in_vector
-
-
 @inlined_kernel
 def load_codes(
     source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int,
     dim: int, memory: QuantizedScratch, out: Float32Array,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Copy the codes of ``count`` tokens of a stream, from ``first`` on, and their terms.
 
     Args:
         source: the block.
         fields: int32, of the stream.
         tokens: of the block.
-        first, count: see above; at most PIECE, or 256 where codes have 4 bits or fewer and there
-            is no rank.
+        first, count: see above; at most PIECE, or 256 where codes have 4 bits or fewer.
         dim: elements of a vector.
         memory: of this thread.
         out: where the codes go, ``raw`` or ``entries`` of ``memory``.
 
-    Returns:
-        The byte of the block at which the codes end; codes of 3 bits have their second plane at
-        byte count * dim / 4 of ``out``.
+    Codes of 3 bits have their second plane at byte count * dim / 4 of ``out``.
     """
     at = _load_terms(source, fields, tokens, first, count, dim, memory)
     bits = int(fields[BITS])
     width = 2 if bits == 3 else bits
     size, start = count * dim * width // 8, at + first * dim * width // 8
     copy_bytes(source, start, size, out, 0)
-    at += tokens * dim * width // 8
     if bits == 3:
-        start = at + first * dim // 8
+        start = at + tokens * dim * width // 8 + first * dim // 8
         copy_bytes(source, start, count * dim // 8, out, size)
-        at += tokens * dim // 8
-    return at
 
 
 @kernel
@@ -515,15 +442,14 @@ def decode_stream(
         source, fields, tokens, first, count, dim, memory: see ``load_codes``.
         out: entries.
     """
-    at = load_codes(source, fields, tokens, first, count, dim, memory, memory.raw)
+    load_codes(source, fields, tokens, first, count, dim, memory, memory.raw)
     plane = count * dim // 4
     _decode_codes(
         int(fields[BITS]), fields[GROUPS], fields[RANK], count, dim, plane, memory, out
     )  # fmt: skip
     if fields[OUTLIERS] > 0:
-        _place_outliers(
-            source, at, int(fields[OUTLIERS]), first, count, dim, memory, out
-        )  # fmt: skip
+        at, stored = outliers_at(fields, tokens, dim), int(fields[OUTLIERS])
+        add_to_entries(source, at, stored, first, count, dim, memory.raw, out)
 
 
 class Nibbles(NamedTuple):
@@ -547,7 +473,7 @@ def find_nibbles(
     Returns:
         Whether they have 4 bits and do, and where.
     """
-    start, size = _codes_at(fields, tokens, dim) + first * dim // 2, count * dim // 2
+    start, size = codes_at(fields, tokens, dim) + first * dim // 2, count * dim // 2
     in_values, place, found = find_run(source, start, size)
     is_found = fields[BITS] == 4 and found == size
     if in_values:

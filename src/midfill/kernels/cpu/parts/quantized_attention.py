@@ -28,7 +28,12 @@ from midfill.kernels.cpu.parts.quantized import (
     prefetch_codes,
 )
 from midfill.kernels.cpu.parts.quantized_products import (
+    correct_scores,
+    correct_sums,
+    groups_of,
+    has_corrections,
     has_plain_codes,
+    number_groups,
     score_codes,
     weigh_codes,
 )
@@ -57,20 +62,21 @@ def _block_bytes(kv: LayerKV, part: PartKeys, block: Int32Array, dim: int) -> Bl
 @inlined_kernel
 def _codes_ahead(
     source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int, like: KVSpan,
-    dim: int,
+    groups: int, dim: int,
 ) -> KVSpan:  # fmt: skip
     """Return a stream's codes as what a kernel can prefetch; prefetch them here if it can't.
 
     Args:
         source, fields, tokens, first, count, dim: see ``load_codes``; none if first >= tokens.
         like: a span of entries one after the other.
+        groups: that its slots count.
     """
     if first >= tokens:
         return empty(like)
     if count > tokens - first:
         count = tokens - first
     is_found, codes = find_nibbles(source, fields, tokens, first, count, dim)
-    if is_found:
+    if is_found and groups_of(fields) == groups:
         return KVSpan(codes.entries, codes.base, like.slots, like.first, count)
     prefetch_codes(source, fields, tokens, first, count, dim)
     return empty(like)
@@ -97,16 +103,27 @@ def _multiply_codes(
     dim, scores, tokens = shape.head_dim, memory.scores, int(block[TOKENS])
     keys, values = block[STREAMS:], block[STREAMS + STREAM_FIELDS :]
     codes = load_nibbles(source, keys, tokens, first, count, dim, scratch)
+    groups = groups_of(keys)
+    number_groups(memory.numbers, count, groups)
     span = KVSpan(codes.entries, codes.base, memory.numbers, top, count)
-    ahead = _codes_ahead(source, values, tokens, first, count, span, dim)
+    ahead = _codes_ahead(source, values, tokens, first, count, span, groups, dim)
     score_codes(
         kv.cache.keys, memory.queries, keys, shape, span, ahead, memory.panel, scratch, scores
     )  # fmt: skip
+    if has_corrections(keys):
+        correct_scores(
+            kv.cache.keys, source, keys, tokens, first, count, memory.queries, shape, scratch,
+            scores,
+        )  # fmt: skip
     softmax_segment(codes.entries, shape, count, scores, out.states, top)
     codes = load_nibbles(source, values, tokens, first, count, dim, scratch)
+    groups = groups_of(values)
+    number_groups(memory.numbers, count, groups)
     span = KVSpan(codes.entries, codes.base, memory.numbers, top, count)
-    ahead = _codes_ahead(source, keys, tokens, first + stride, count, span, dim)
+    ahead = _codes_ahead(source, keys, tokens, first + stride, count, span, groups, dim)
     weigh_codes(scores, values, shape, span, ahead, memory.panel, scratch, out.sums)
+    if has_corrections(values):
+        correct_sums(source, values, tokens, first, count, scores, shape, scratch, out.sums)
 
 
 @kernel
@@ -148,6 +165,7 @@ def _attend_decoded(
     """
     top: Any = np.int64(0)
     key, alone = first, is_first
+    number_groups(memory.numbers, PIECE, 1)
     while key < end:
         count, sums = end - key, out if alone else scratch.piece
         if count > PIECE:
@@ -231,8 +249,6 @@ def attend_quantized_segment(
         out: of the block's rows.
     """
     scratch = cut_quantized(memory.quantized, dim)
-    for i in range(SEGMENT):
-        memory.numbers[i] = np.int32(i)
     shape = SegmentRows(rows, group, SEGMENT, 0, dim, memory.ends[:0], 0, 0)
     start, before = segment * SEGMENT, 0
     end = min(start + SEGMENT, part.quantized)
