@@ -133,7 +133,8 @@ class QuantizedVectors:
             self.channel_zero,
             self.basis,
             self.token_terms,
-            self.coefficients,
+            # Side by side for what they are multiplied with: a segment's scores and weights.
+            None if self.coefficients is None else self.coefficients.swapaxes(-1, -2),
         )
         sections = [_as_bytes(section, blocks) for section in before if section is not None]
         shift = 0
@@ -170,7 +171,8 @@ def unpack_stream(
     zero = section((head_dim if channels & CHANNEL_ZERO else 0,), half)
     basis = section((rank, head_dim), half)
     terms = section((tokens, groups, 2), half)
-    coefficients = section((tokens, rank), half)
+    by_rank = section((rank, tokens), half)
+    coefficients = None if by_rank is None else by_rank.T
     codes, shift = np.zeros((tokens, head_dim), np.uint8), 0
     for width in bit_planes(bits):
         size = tokens * head_dim * width // 8

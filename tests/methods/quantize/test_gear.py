@@ -95,9 +95,7 @@ def test_outliers_are_the_largest_and_smallest_of_each_vector_and_stay_as_they_w
             chosen = np.sort(exact[head].reshape(-1)[places])
             assert chosen.tolist() == np.sort(exact[head][outliers[head]]).tolist()
             found = stream.decode().reshape(-1)[places]
-            np.testing.assert_allclose(
-                found, exact[head].reshape(-1)[places], rtol=2e-3, atol=2e-3
-            )
+            np.testing.assert_allclose(found, exact[head].reshape(-1)[places], rtol=2e-3, atol=2e-3)
 
 
 def test_outliers_do_not_widen_the_range_of_the_codes() -> None:

@@ -21,7 +21,7 @@ from midfill.kernels.cpu.parts.block_bytes import (
     copy_halves,
 )
 from midfill.kernels.cpu.segment_rows import SEGMENT
-from midfill.kernels.cpu.simd import I16, LANES, load, store
+from midfill.kernels.cpu.simd import I16, LANES, address, load, store
 
 _AT_ONCE = 256
 """Outliers that are loaded at a time: their places to ``raw``, their values to raw[256:]."""
@@ -34,6 +34,18 @@ def _load_place(context: Any, builder: Any, kinds: Any, array: Any, at: Any) -> 
     place = builder.load(builder.bitcast(pointer, I16.as_pointer()))
     place.align = 1
     return builder.zext(place, context.get_value_type(types.intp))
+
+
+@generated(types.void, OWN, INDEX, OWN, INDEX, types.float32)
+def _add_product(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+    """Set sums[at] += factors[number] * factor, without a branch for numbers below 0.
+
+    Arguments: (sums, at, factors, number, factor).
+    """
+    sums, at, factors, number, factor = arguments
+    place = address(context, builder, kinds[0], sums, at)
+    other = builder.load(address(context, builder, kinds[2], factors, number))
+    builder.store(builder.fadd(builder.load(place), builder.fmul(other, factor)), place)
 
 
 @inlined_kernel
@@ -57,6 +69,15 @@ def _load(source: BlockBytes, at: int, outliers: int, start: int, raw: Float32Ar
     copy_halves(source, at + (outliers + start) * HALF, taken, raw, raw, _AT_ONCE)
     copy_bytes(source, at + start * HALF, taken * HALF, raw, 0)
     return taken
+
+
+@inlined_kernel
+def _inverse(dim: int) -> int:
+    """Return what a place is multiplied with to get its token, times 2^32; exact below 2^16.
+
+    Counting tokens up in a loop would cost a branch that can't be foreseen per outlier.
+    """
+    return (1 << 32) // dim + 1
 
 
 @kernel
@@ -121,19 +142,18 @@ def add_to_scores(
         rows: how many.
         scores: float32 [rows * 256], of key ``first`` at first.
     """
-    start, key, end = _first_from(source, at, outliers, first * dim, raw), 0, dim
+    start, inverse = _first_from(source, at, outliers, first * dim, raw), _inverse(dim)
     while start < outliers:
         taken = _load(source, at, outliers, start, raw)
         for number in range(taken):
             place = _load_place(raw, number * HALF) - first * dim
             if place >= count * dim:
                 return
-            while place >= end:  # places ascend
-                key, end = key + 1, end + dim
+            key = (place * inverse) >> 32
             value = raw[_AT_ONCE + number]
             for row in range(rows):
-                query = queries[(row - key) * dim + place]
-                scores[row * SEGMENT + key] += query * value
+                from_query = (row - key) * dim + place
+                _add_product(scores, row * SEGMENT + key, queries, from_query, value)
         start += taken
 
 
@@ -150,17 +170,16 @@ def add_to_sums(
         rows: how many.
         sums: float32 [rows * dim].
     """
-    start, key, end = _first_from(source, at, outliers, first * dim, raw), 0, dim
+    start, inverse = _first_from(source, at, outliers, first * dim, raw), _inverse(dim)
     while start < outliers:
         taken = _load(source, at, outliers, start, raw)
         for number in range(taken):
             place = _load_place(raw, number * HALF) - first * dim
             if place >= count * dim:
                 return
-            while place >= end:
-                key, end = key + 1, end + dim
+            key = (place * inverse) >> 32
             value = raw[_AT_ONCE + number]
             for row in range(rows):
-                weight = weights[row * SEGMENT + key]
-                sums[(row - key) * dim + place] += weight * value
+                to = (row - key) * dim + place
+                _add_product(sums, to, weights, row * SEGMENT + key, value)
         start += taken

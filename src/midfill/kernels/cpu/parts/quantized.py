@@ -79,7 +79,7 @@ class QuantizedScratch(NamedTuple):
         channels: float32 [2 * head_dim], scales and zeros of channels.
         basis: float32 [MAX_RANK * head_dim].
         tokens: float32 [max(PIECE * head_dim / 8, 1024)], scales and zeros of tokens.
-        coefficients: float32 [256 * MAX_RANK].
+        coefficients: float32 [MAX_RANK * 256].
         terms: float32 [2 * 256], the scales and the zeros of a group of channels.
         queries: float32 [64 * head_dim], scaled for the channels of a block; later what sums of
             values are made of.
@@ -277,12 +277,19 @@ def _fill(out: Float32Array, first: int, end: int, value: float) -> None:
 
 @kernel
 def _load_low_rank(
-    source: BlockBytes, rank: int, basis_at: int, coefficients_at: int, count: int, dim: int,
-    memory: QuantizedScratch,
+    source: BlockBytes, rank: int, basis_at: int, coefficients_at: int, tokens: int, first: int,
+    count: int, dim: int, memory: QuantizedScratch,
 ) -> None:  # fmt: skip
-    """Load the basis and the coefficients of ``count`` tokens, from bytes of the block on."""
+    """Load the basis, and the coefficients of ``count`` of a block's tokens from ``first`` on.
+
+    Both are in the block, from a byte on each.
+    """
     copy_halves(source, basis_at, rank * dim, memory.raw, memory.basis, 0)
-    copy_halves(source, coefficients_at, count * rank, memory.raw, memory.coefficients, 0)
+    for j in range(rank):
+        at, to = coefficients_at + (j * tokens + first) * HALF, j * SEGMENT
+        copy_halves(source, at, count, memory.raw, memory.coefficients, to)
+        for token in range(count, (count + LANES - 1) // LANES * LANES):
+            memory.coefficients[to + token] = np.float32(0.0)
 
 
 @inlined_kernel
@@ -314,8 +321,7 @@ def _load_terms(
         copy_halves(source, start, count * width, raw, memory.tokens, 0)
         at += tokens * width * HALF
     if rank > 0:
-        start = at + first * int(rank) * HALF
-        _load_low_rank(source, int(rank), basis_at, start, count, dim, memory)
+        _load_low_rank(source, int(rank), basis_at, at, tokens, first, count, dim, memory)
         at += tokens * int(rank) * HALF
     return at
 
@@ -386,7 +392,7 @@ def _decoder(width: int) -> Any:
                     x = fma(codes(raw, number, plane), scale, zero)
                     x = fma(x, load(memory.channels, d), load(memory.channels, dim + d))
                     for j in range(rank):
-                        share = splat(memory.coefficients[token * rank + j])
+                        share = splat(memory.coefficients[j * SEGMENT + token])
                         x = fma(share, load(memory.basis, j * dim + d), x)
                     store_entry(out, number, x)
                     number += LANES

@@ -283,17 +283,6 @@ def has_corrections(fields: Int32Array) -> bool:
     return bool(fields[RANK] > 0 or fields[OUTLIERS] > 0)
 
 
-@inlined_kernel
-def _transpose_coefficients(rank: int, count: int, memory: QuantizedScratch) -> None:
-    """Write the loaded coefficients of ``count`` tokens to panel[rank, 256], 0 behind them."""
-    whole = (count + LANES - 1) // LANES * LANES
-    for j in range(rank):
-        for token in range(count):
-            memory.panel[j * SEGMENT + token] = memory.coefficients[token * rank + j]
-        for token in range(count, whole):
-            memory.panel[j * SEGMENT + token] = np.float32(0.0)
-
-
 @kernel
 def correct_scores(
     entries: KVArray, source: BlockBytes, fields: Int32Array, tokens: int, first: int, count: int,
@@ -310,7 +299,6 @@ def correct_scores(
     dim, rank, plain = rows.head_dim, int(fields[RANK]), memory.queries
     for at in range(0, rows.total * dim, LANES):
         store(plain, at, _load_query(entries, queries, at))
-    _transpose_coefficients(rank, count, memory)
     for row in range(rows.total):
         for j in range(rank):
             products = splat(np.float32(0.0))
@@ -320,8 +308,8 @@ def correct_scores(
             share = splat(sum_lanes(products))
             for key in range(0, count, LANES):
                 at = row * SEGMENT + key
-                found = fma(share, load(memory.panel, j * SEGMENT + key), load(scores, at))
-                store(scores, at, found)
+                coefficient = load(memory.coefficients, j * SEGMENT + key)
+                store(scores, at, fma(share, coefficient, load(scores, at)))
     if fields[OUTLIERS] > 0:
         add_to_scores(
             source, outliers_at(fields, tokens, dim), int(fields[OUTLIERS]), first, count, dim,
@@ -343,13 +331,12 @@ def correct_sums(
         sums: float32 [rows * head_dim].
     """
     dim, rank = rows.head_dim, int(fields[RANK])
-    _transpose_coefficients(rank, count, memory)
     for row in range(rows.total):
         for j in range(rank):
             products = splat(np.float32(0.0))
             for key in range(0, count, LANES):
                 weight = load(weights, row * SEGMENT + key)
-                products = fma(weight, load(memory.panel, j * SEGMENT + key), products)
+                products = fma(weight, load(memory.coefficients, j * SEGMENT + key), products)
             share = splat(sum_lanes(products))
             for d in range(0, dim, LANES):
                 at = row * dim + d
