@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from four_bit_entries import rounded_to_int8
+from quantized_cells import placed
 
 from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.kv_cache import KVCache, KVCacheDtype
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
-from midfill.kernels.cpu.parts.block_bytes import BlockBytes, are_consecutive
+from midfill.kernels.cpu.parts.block_bytes import BlockBytes
 from midfill.kernels.cpu.parts.quantized import (
     cut_quantized,
     load_nibbles,
@@ -30,11 +30,10 @@ from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kv.quantized import (
     QuantizedBlock,
     QuantizedVectors,
-    cell_arrays,
 )
 from midfill.kv.quantized_layout import STREAM_FIELDS
 
-ROWS, CELLS = 5, 400
+ROWS = 5
 NUMBERS = np.zeros(SEGMENT, np.int32)
 NO_LIMITS = np.zeros(0, np.int32)
 PANEL = np.zeros(0, np.float32)
@@ -96,22 +95,6 @@ def vectors(count: int, dim: int, bits: int, terms: str) -> QuantizedVectors:
         places.astype(np.uint16) if "o" in terms else None,
         halves(len(places)) if "o" in terms else None,
     )
-
-
-def placed(one: QuantizedVectors, *, scattered: bool) -> tuple[BlockBytes, np.ndarray]:
-    """A block whose keys they are, in a KV cache of float16, and its fields."""
-    dim = one.codes.shape[1]
-    cache = KVCache.allocate(KVCacheDtype.F16, CELLS, dim)
-    block = QuantizedBlock.of(one, one)
-    count = block.cells(4 * dim)
-    cells = np.arange(7, 7 + count, dtype=np.int32)
-    if scattered:
-        cells = np.random.default_rng(count).permutation(CELLS)[:count].astype(np.int32)
-    parts = cell_arrays([block], 4 * dim)
-    for array, part in zip((cache.keys, cache.values), parts, strict=True):
-        array.reshape(CELLS, dim)[cells] = np.ascontiguousarray(part).view(np.uint16)
-    fields = np.array(block.fields[:STREAM_FIELDS], np.int32)
-    return BlockBytes(cache, cells, count, 2 * dim, are_consecutive(cells, count)), fields
 
 
 def shape(dim: int) -> SegmentRows:
