@@ -186,9 +186,9 @@ def test_sessions_of_edits_answer_as_cold(edits: list[tuple[str, int, int]], sta
     check_states(one)
 
 
-@pytest.fixture(scope="module")
-def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_variant("granitehybrid", tmp_path_factory.mktemp("hybrid"))
+@pytest.fixture(scope="module", params=["granitehybrid", "qwen3next"])
+def hybrid_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_variant(request.param, tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,19 @@ _LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
 }
+_DELTA_RULE = _WIDE_HEADS | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+_SHARED_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 
 _FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": _WIDE_HEADS | {"rms_norm_eps": 1e-5},
@@ -96,6 +109,9 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
         "moe_intermediate_size": 96,
         "norm_topk_prob": True,
     },
+    "qwen3next": _DELTA_RULE | _SHARED_EXPERTS,
+    "qwen35": _DELTA_RULE | {"tie_word_embeddings": True},
+    "qwen35moe": _DELTA_RULE | _SHARED_EXPERTS,
     "deepseek2": _LATENT
     | {
         "n_routed_experts": 8,
@@ -154,6 +170,9 @@ _MODEL_TYPES = {
     "granitehybrid": "granitemoehybrid",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }
 """Families that have another name in transformers."""
 
@@ -218,6 +237,9 @@ VARIANTS: Mapping[str, Variant] = {
     "qwen3moe-dense-layers": Variant(
         "qwen3moe", {"mlp_only_layers": [1], "norm_topk_prob": False, "num_experts_per_tok": 8}
     ),
+    "qwen3next": Variant("qwen3next"),
+    "qwen35": Variant("qwen35"),
+    "qwen35moe": Variant("qwen35moe"),
     "deepseek2": Variant("deepseek2"),
     "deepseek2-grouped-yarn": Variant(
         "deepseek2",
@@ -254,6 +276,9 @@ VARIANTS: Mapping[str, Variant] = {
     ),
 }
 
+DELTA_RULE = ("qwen3next", "qwen35", "qwen35moe")
+"""Those with the delta rule in some layers."""
+
 TRAINED = [
     name
     for name, variant in VARIANTS.items()
@@ -268,11 +293,12 @@ TRAINED = [
         "phi3",
         "qwen2moe",
         "qwen3moe",
+        *DELTA_RULE,
     )
 ]
 """Those that the lab can train."""
 
-STATELESS = [name for name in VARIANTS if name != "granitehybrid"]
+STATELESS = [name for name in VARIANTS if name not in ("granitehybrid", *DELTA_RULE)]
 """Those without layers that have a state, so that any cached prefix can be continued."""
 
 
@@ -302,7 +328,7 @@ def write_tiny(family: str, folder: Path, **overrides: Any) -> Path:
     model_type = _MODEL_TYPES.get(family, family)
     config = AutoConfig.for_model(model_type, **(_SIZES | _FAMILIES[family] | overrides))
     model = AutoModelForCausalLM.from_config(config)
-    _randomise(model, 0.0 if family in ("gemma", "gemma3") else 1.0)
+    _randomise(model, 0.0 if family in ("gemma", "gemma3", *DELTA_RULE) else 1.0)
     model.save_pretrained(folder)
     return folder
 
@@ -392,7 +418,11 @@ def _randomise(model: "torch.nn.Module", norms: float) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
+            if name.endswith("linear_attn.A_log"):  # states that last for some tokens
+                parameter.copy_(noise - 2.0)
+            elif name.endswith("linear_attn.norm.weight"):
+                parameter.copy_(1.0 + noise * 0.3)
+            elif parameter.dim() > 1:
                 parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
             elif name.endswith("bias"):
                 parameter.copy_(noise * 0.3)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoints import VARIANTS, write_variant
+from tiny_checkpoints import DELTA_RULE, VARIANTS, write_variant
 
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.huggingface import SafetensorsFile, split_stacked
-from midfill.models.config import ModelConfig, RopeScaling, StateSpace, tensor_shapes
+from midfill.models.config import DeltaRule, ModelConfig, RopeScaling, StateSpace, tensor_shapes
 from midfill.models.families import (
     FAMILIES,
     config_from_gguf,
@@ -181,7 +181,7 @@ class TestHuggingFace:
     @pytest.mark.parametrize(
         "variant",
         # Those that hold several matrices as one have tests of their own.
-        [name for name in VARIANTS if not name.startswith(("gpt-oss", "phi3"))],
+        [name for name in VARIANTS if not name.startswith(("gpt-oss", "phi3", *DELTA_RULE))],
     )
     def test_names_and_shapes_are_those_of_the_files_transformers_writes(
         self, variant: str, tmp_path: Path
@@ -280,7 +280,7 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
         f"attention.{epsilon}": config.norm_epsilon,
         "attention.sliding_window": config.sliding_window,
         "attention.scale": config.attention_scale,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": config.rotary_dim,
         "rope.freq_base": config.rope_theta,
     }
     if config.rope_scaling.kind != "none":
@@ -325,8 +325,11 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
             "ssm.state_size": space.state_dim,
             "ssm.inner_size": space.inner,
             "ssm.time_step_rank": space.heads,
-            "ssm.group_count": 1,
+            "ssm.group_count": space.key_heads if isinstance(space, DeltaRule) else 1,
         }
+        if isinstance(space, DeltaRule):
+            values["attention.head_count_kv"] = config.kv_heads
+            values["feed_forward_length"] = None if config.experts else config.ffn
     if config.family == "granitehybrid":
         values["rope.scaling.finetuned"] = config.has_rope
     if config.family in ("granite", "granitehybrid"):
@@ -413,6 +416,68 @@ class TestGraniteHybrid:
         assert "\n" not in str(caught.value)
 
 
+QWEN3_NEXT: dict[str, Any] = LLAMA | {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Qwen3-Next-80B-A3B, but for its number of layers."""
+
+
+class TestQwen3Next:
+    def test_every_fourth_layer_has_attention_of_which_a_quarter_turns(self) -> None:
+        config = config_from_huggingface(QWEN3_NEXT)
+        assert config.attention_layers == (3, 7)
+        assert config.state_space == DeltaRule((0, 1, 2, 4, 5, 6), 32, 128, 128, 4, key_heads=16)
+        assert (config.head_dim, config.rotary_dim) == (256, 64)
+        assert config.gated_attention
+        # A sequence's state in one layer: 2 MB of S, and 3 inputs of the convolution.
+        assert config.state_space is not None
+        assert config.state_space.state_bytes == 6 * 4 * (32 * 128 * 128 + 3 * 8192)
+
+    def test_qwen_3_5_normalises_the_weights_of_experts_unasked(self) -> None:
+        names = {"model_type": "qwen3_5_moe_text", "norm_topk_prob": None}
+        config = config_from_huggingface(QWEN3_NEXT | names | {"intermediate_size": None})
+        assert config.experts is not None
+        assert config.experts.normalised
+        assert config.ffn == 512
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"layer_types": ["linear_attention"] * 8}, "without any layer with attention"),
+            ({"layer_types": ["conv"] * 8}, "'layer_types' must name linear_attention or full"),
+            ({"layer_types": ["full_attention"]}, "for every layer"),
+            ({"linear_num_value_heads": 24}, "24 heads of values can't share 16 of keys"),
+            ({"linear_conv_kernel_dim": 1}, "a convolution over 1 row"),
+            ({"attention_bias": True}, "'attention_bias' is not supported with qwen3next"),
+            ({"partial_rotary_factor": 0.27}, "'partial_rotary_factor' 0.27 of heads of 256"),
+            ({"num_hidden_layers": 10**6}, "must be at most 10000"),
+        ],
+        ids=str,
+    )
+    def test_what_is_not_supported_is_one_clear_line(
+        self, change: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=f"config.json: .*{message}") as caught:
+            config_from_huggingface(QWEN3_NEXT | change)
+        assert "\n" not in str(caught.value)
+
+
 class TestGguf:
     @pytest.mark.parametrize("pattern", [None, 6])
     def test_gemma_3_leaves_out_what_all_its_models_share(self, pattern: int | None) -> None:
@@ -454,7 +519,12 @@ class TestGguf:
             assert not actual.rope_scaling.truncate
         if expected.state_space is not None:  # GGUF has A itself
             space = replace(expected.state_space, logarithmic=False)
+            if isinstance(space, DeltaRule):  # Qwen3.5's files have heads in another order
+                space = replace(space, tiled=expected.family != "qwen3next")
+                assert actual.experts is None or actual.experts.normalised
             expected = replace(expected, state_space=space)
+            if expected.experts is not None:  # no layer has a dense MLP
+                expected = replace(expected, ffn=expected.experts.ffn)
         if variant == "llama-yarn":  # GGUF states the factor that the other format implies
             assert actual.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
             expected = replace(expected, rope_scaling=actual.rope_scaling)

@@ -144,7 +144,7 @@ FAMILIES: tuple[Family, ...] = (
         stop=("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|im_end|>"),
         repository="<|repo_name|>",
         file_separator="<|file_sep|>",
-        models=("qwen2", "qwen2moe", "qwen3", "qwen3moe"),
+        models=("qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"),
     ),
     Family(
         name="granite",

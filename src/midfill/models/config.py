@@ -3,6 +3,7 @@
 Names and shapes of a model's tensors follow from it.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,28 +129,17 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class StateSpace:
-    """Mamba-2 in the place of some layers' attention.
+class StateLayers(ABC):
+    """What some layers have instead of attention: a state of one size, however long a text is.
 
-    Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
-    Structured State Space Duality", 2024, arXiv 2405.21060, section 7.
-
-    Such a layer keeps no KV but a state of one size, however many tokens it has seen: of each head
-    a matrix S, and of a short causal convolution its last inputs. Of a row, W_in gives z, [x, B, C]
-    and dt. After the convolution and SiLU of [x, B, C], each head computes, with dt = softplus(dt +
-    dt_bias) and a number A below 0 of its own,
-
-        S = exp(dt A) S + dt x B^T,    y = S C + D x,
-
-    and the layer's output is W_out norm(y * silu(z)).
+    Such a layer keeps no KV. Of each head it has a matrix S, and of a short causal convolution its
+    last inputs.
 
     Attributes:
         layers: those that have it, ascending; the others have attention.
-        heads, head_dim: of x, y and z.
-        state_dim: numbers of B and of C, which all heads share.
+        heads, head_dim: of what a layer puts out.
+        state_dim: S has head_dim * state_dim numbers.
         conv_width: inputs that an output of the convolution depends on, its own row's included.
-        conv_bias: whether the convolution has a bias.
-        logarithmic: whether the checkpoint has log(-A), as Hugging Face's do, or A, as GGUF files.
     """
 
     layers: tuple[int, ...]
@@ -157,23 +147,21 @@ class StateSpace:
     head_dim: int
     state_dim: int
     conv_width: int
-    conv_bias: bool = True
-    logarithmic: bool = True
+
+    @property
+    @abstractmethod
+    def mixed(self) -> int:
+        """Numbers of a row that go through the convolution."""
+
+    @property
+    @abstractmethod
+    def projected(self) -> int:
+        """Numbers that are computed of a hidden row."""
 
     @property
     def inner(self) -> int:
-        """Numbers of x, of y and of z."""
+        """Numbers that all heads put out."""
         return self.heads * self.head_dim
-
-    @property
-    def mixed(self) -> int:
-        """Numbers of a row that go through the convolution: x, B and C."""
-        return self.inner + 2 * self.state_dim
-
-    @property
-    def projected(self) -> int:
-        """Numbers that are computed of a hidden row: z, x, B, C and dt."""
-        return self.inner + self.mixed + self.heads
 
     @property
     def layer_floats(self) -> int:
@@ -184,6 +172,83 @@ class StateSpace:
     def state_bytes(self) -> int:
         """Bytes of a sequence's state, all layers together; it is kept in float32."""
         return 4 * len(self.layers) * self.layer_floats
+
+
+@dataclass(frozen=True)
+class StateSpace(StateLayers):
+    """Mamba-2 in the place of some layers' attention.
+
+    Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+    Structured State Space Duality", 2024, arXiv 2405.21060, section 7.
+
+    Of a row, W_in gives z, [x, B, C] and dt. After the convolution and SiLU of [x, B, C], each head
+    computes, with dt = softplus(dt + dt_bias) and a number A below 0 of its own,
+
+        S = exp(dt A) S + dt x B^T,    y = S C + D x,
+
+    and the layer's output is W_out norm(y * silu(z)).
+
+    Attributes:
+        layers, conv_width: see ``StateLayers``.
+        heads, head_dim: of x, y and z.
+        state_dim: numbers of B and of C, which all heads share.
+        conv_bias: whether the convolution has a bias.
+        logarithmic: whether the checkpoint has log(-A), as Hugging Face's do, or A, as GGUF files.
+    """
+
+    conv_bias: bool = True
+    logarithmic: bool = True
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of x, B and C."""
+        return self.inner + 2 * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Numbers of z, x, B, C and dt."""
+        return self.inner + self.mixed + self.heads
+
+
+@dataclass(frozen=True)
+class DeltaRule(StateLayers):
+    """The gated delta rule in the place of some layers' attention (Gated DeltaNet).
+
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule",
+    2024, arXiv 2412.06464, section 3.1.
+
+    Of a row, W_in gives z, [q, k, v], b and a. After the convolution and SiLU of [q, k, v], q and k
+    of each head are scaled to length 1, and q by state_dim ** -0.5 besides. With beta = sigmoid(b),
+    alpha = exp(A softplus(a + dt_bias)) and a number A below 0 of its own, each head computes
+
+        S = alpha S,    S = S + beta (v - S k) k^T,    y = S q:
+
+    what S recalls for the key k is replaced by v, for a part of beta. The layer's output is
+    W_out (norm(y) * silu(z)), each head normed by itself.
+
+    Attributes:
+        layers, conv_width: see ``StateLayers``.
+        heads, head_dim: of v, y and z.
+        state_dim: of a head of q or k.
+        key_heads: of q and of k; each serves heads / key_heads heads of v.
+        tiled: whether head i of v has the key of head i % key_heads, as in GGUF files of Qwen3.5,
+            or of head i // (heads / key_heads).
+        logarithmic: whether the checkpoint has log(-A), or A.
+    """
+
+    key_heads: int = 1
+    tiled: bool = False
+    logarithmic: bool = True
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of q, k and v."""
+        return self.inner + 2 * self.key_heads * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Numbers of z, q, k, v, b and a."""
+        return self.inner + self.mixed + 2 * self.heads
 
 
 @dataclass(frozen=True)
@@ -215,6 +280,8 @@ class ModelConfig:
         windowed_layers: the layers that use the window; None for every layer if there is a window.
         embedding_multiplier, residual_multiplier, logits_divisor: Granite's scalars.
         attention_scale: factor of q.k; None for head_dim ** -0.5.
+        gated_attention: whether what attention puts out is multiplied by the sigmoid of as many
+            numbers, computed from hidden rows beside the queries (Qwen3-Next).
         sinks: whether each query head has a learned score that joins the softmax without a value.
         experts: the mixtures of experts that stand in the place of MLPs; None for dense models.
         latent: multi-head latent attention in the place of grouped-query attention; None for other
@@ -253,11 +320,12 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     attention_scale: float | None = None
+    gated_attention: bool = False
     sinks: bool = False
     swiglu_limit: float = 7.0
     experts: Experts | None = None
     latent: LatentAttention | None = None
-    state_space: StateSpace | None = None
+    state_space: StateLayers | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -282,9 +350,13 @@ class ModelConfig:
         return 2 if self.latent is None else 1
 
     def heads_of(self, name: str) -> int:
-        """Return how many heads' rows a tensor of queries or keys has; 0 for other tensors."""
+        """Return how many heads' rows a tensor of queries or keys has; 0 for other tensors.
+
+        Norms of heads have those of one.
+        """
         module = name.split(".")[-2:-1]
-        return {"q": self.query_heads, "k": self.kv_heads}.get(module[0] if module else "", 0)
+        heads = {"q": self.query_heads, "k": self.kv_heads, "q_norm": 1, "k_norm": 1}
+        return heads.get(module[0] if module else "", 0)
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of one layer, None where it sees everything."""
@@ -303,7 +375,7 @@ class ModelConfig:
         """The layers with a mixture of experts."""
         return tuple(i for i in range(self.layers) if self.experts_of(i) is not None)
 
-    def state_space_of(self, layer: int) -> StateSpace | None:
+    def state_space_of(self, layer: int) -> StateLayers | None:
         """Return what a layer has instead of attention, None where it has attention."""
         if self.state_space is None or layer not in self.state_space.layers:
             return None
@@ -342,7 +414,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     space = config.state_space_of(layer)
     shapes = {
         **_norm_shapes(config, "attn_norm"),
-        **(_attention_shapes(config) if space is None else _state_space_shapes(config, space)),
+        **(_attention_shapes(config) if space is None else _state_shapes(config, space)),
         **_norm_shapes(config, "mlp_norm"),
     }
     experts = config.experts_of(layer)
@@ -353,7 +425,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.post_norms:
         shapes.update(_norm_shapes(config, "attn_post_norm"))
         shapes.update(_norm_shapes(config, "mlp_post_norm"))
-    if config.qk_norm:
+    if config.qk_norm and space is None:
         shapes["q_norm.weight"] = shapes["k_norm.weight"] = (config.head_dim,)
     return shapes
 
@@ -363,8 +435,10 @@ def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
         return _latent_shapes(config, config.latent)
     query = config.query_heads * config.head_dim
     key = config.kv_heads * config.head_dim
-    sinks: dict[str, Shape] = {"attn.sinks": (config.query_heads,)} if config.sinks else {}
-    return sinks | {
+    others: dict[str, Shape] = {"attn.sinks": (config.query_heads,)} if config.sinks else {}
+    if config.gated_attention:
+        others["q_gate.weight"] = (query, config.hidden)
+    return others | {
         **_linear_shapes("q", query, config.hidden, config.qkv_bias),
         **_linear_shapes("k", key, config.hidden, config.qkv_bias),
         **_linear_shapes("v", key, config.hidden, config.qkv_bias),
@@ -394,17 +468,27 @@ def _latent_shapes(config: ModelConfig, latent: LatentAttention) -> dict[str, Sh
     }
 
 
-def _state_space_shapes(config: ModelConfig, space: StateSpace) -> dict[str, Shape]:
+def _state_shapes(config: ModelConfig, space: StateLayers) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {
-        "ssm_in.weight": (space.projected, config.hidden),
         "ssm_conv.weight": (space.mixed, space.conv_width),
-        "ssm.A_log" if space.logarithmic else "ssm.A": (space.heads,),
-        "ssm.D": (space.heads,),
         "ssm.dt_bias": (space.heads,),
-        "ssm_norm.weight": (space.inner,),
         "ssm_out.weight": (config.hidden, space.inner),
     }
-    return shapes | {"ssm_conv.bias": (space.mixed,)} if space.conv_bias else shapes
+    match space:
+        case StateSpace():
+            shapes["ssm_in.weight"] = (space.projected, config.hidden)
+            shapes["ssm.A_log" if space.logarithmic else "ssm.A"] = (space.heads,)
+            shapes["ssm.D"] = (space.heads,)
+            shapes["ssm_norm.weight"] = (space.inner,)
+            if space.conv_bias:
+                shapes["ssm_conv.bias"] = (space.mixed,)
+        case DeltaRule():
+            shapes["ssm_gate.weight"] = (space.inner, config.hidden)
+            shapes["ssm_qkv.weight"] = (space.mixed, config.hidden)
+            shapes["ssm_beta.weight"] = shapes["ssm_alpha.weight"] = (space.heads, config.hidden)
+            shapes["ssm.A_log" if space.logarithmic else "ssm.A"] = (space.heads,)
+            shapes["ssm_norm.weight"] = (space.head_dim,)
+    return shapes
 
 
 def _mlp_shapes(config: ModelConfig, prefix: str, ffn: int) -> dict[str, Shape]:

@@ -27,6 +27,9 @@ from midfill.models import (
     qwen2moe,
     qwen3,
     qwen3moe,
+    qwen3next,
+    qwen35,
+    qwen35moe,
     starcoder2,
 )
 from midfill.models.config import ModelConfig, tensor_shapes
@@ -48,11 +51,15 @@ FAMILIES: Mapping[str, Family] = {
         qwen2moe,
         qwen3,
         qwen3moe,
+        qwen3next,
+        qwen35,
+        qwen35moe,
         starcoder2,
         mistral,
     )
 }
 _BY_MODEL_TYPE = {family.model_type or name: family for name, family in FAMILIES.items()}
+_MULTIMODAL = {family.multimodal_type for family in FAMILIES.values()} - {""}
 
 
 def config_from_huggingface(config: Mapping[str, object]) -> ModelConfig:
@@ -67,6 +74,10 @@ def config_from_huggingface(config: Mapping[str, object]) -> ModelConfig:
     """
     fields = ConfigFields(config, huggingface_config.SOURCE)
     name = fields.text("model_type")
+    if name in _MULTIMODAL:
+        source = f"{huggingface_config.SOURCE}: text_config"
+        fields = ConfigFields(fields.table("text_config"), source)
+        name = fields.text("model_type")
     if name not in _BY_MODEL_TYPE:
         known = ", ".join(sorted(_BY_MODEL_TYPE))
         raise fields.error(f"model type {name!r} is not supported; midfill runs {known}")

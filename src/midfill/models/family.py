@@ -186,6 +186,10 @@ class Family:
         interleaved_experts: whether Hugging Face files hold experts as gpt-oss does, see
             ``checkpoints.interleaved_experts``.
         fused_projections: whether they hold q, k and v as one matrix, and gate and up.
+        multimodal_type: name in a config.json of models that see images, too, whose part for text
+            is of this family; empty if there are none.
+        skips_predictors: whether layers that predict further tokens are left out; in GGUF files
+            they come last.
     """
 
     name: str
@@ -198,6 +202,8 @@ class Family:
     gguf_modules: Mapping[str, str] = field(default_factory=dict)
     interleaved_experts: bool = False
     fused_projections: bool = False
+    multimodal_type: str = ""
+    skips_predictors: bool = False
 
 
 LLAMA_MODULES: Mapping[str, str] = {

@@ -63,7 +63,8 @@ def read_decoder(
         query_heads=heads,
         kv_heads=kv_heads or fields.size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        ffn=fields.size("feed_forward_length"),
+        # Files of models all of whose MLPs are experts may leave it out.
+        ffn=fields.size("feed_forward_length", None if experts is None else experts.ffn),
         vocab=shapes["embed.weight"][0],
         context=context,
         norm_epsilon=fields.number(epsilon_key),
@@ -91,15 +92,16 @@ def read_experts(fields: ConfigFields, shapes: Shapes, *, normalised: bool) -> E
         CheckpointError: a key is missing or malformed.
     """
     per_token = fields.size("expert_used_count")
+    has_ffn = fields.get("expert_feed_forward_length") is not None
     up = [(name.split("."), shape) for name, shape in shapes.items() if name.endswith("up.weight")]
     shared = max((shape[0] for parts, shape in up if parts[2] == "shared"), default=0)
     return Experts(
         count=fields.size("expert_count"),
         per_token=per_token,
         # llama.cpp assumes the same where the key is missing.
-        ffn=fields.size(
-            "expert_feed_forward_length", fields.size("feed_forward_length") // per_token
-        ),
+        ffn=fields.size("expert_feed_forward_length")
+        if has_ffn
+        else fields.size("feed_forward_length") // per_token,
         normalised=fields.flag("expert_weights_norm", normalised),
         shared_ffn=fields.integer("expert_shared_feed_forward_length", shared),
         dense_layers=tuple(sorted(int(parts[1]) for parts, _ in up if parts[2] == "up")),

@@ -38,6 +38,7 @@ def read_decoder(
     quantization: str = "",
     reads_partial_rotary: bool = False,
     ignores_scaling: bool = False,
+    ffn_key: str = "intermediate_size",
 ) -> ModelConfig:
     """Read the part of a config.json that all families write alike.
 
@@ -50,6 +51,7 @@ def read_decoder(
         quantization: the method of quantisation that the family's files are read with, if any.
         reads_partial_rotary: whether the family reads which part of a head is rotated.
         ignores_scaling: whether the family reads RoPE scaling by itself.
+        ffn_key: key of the inner size of MLPs.
 
     Raises:
         CheckpointError: a field is missing, malformed or asks for something unsupported.
@@ -68,7 +70,7 @@ def read_decoder(
         query_heads=heads,
         kv_heads=fields.size("num_key_value_heads", heads),
         head_dim=fields.size("head_dim", hidden // heads),
-        ffn=fields.size("intermediate_size"),
+        ffn=fields.size(ffn_key),
         vocab=fields.size("vocab_size"),
         context=context,
         norm_epsilon=fields.number(epsilon_key, epsilon),
@@ -79,6 +81,27 @@ def read_decoder(
         eos_token_ids=fields.token_ids("eos_token_id"),
         bos_token_id=bos[0] if bos else None,
     )
+
+
+def read_rotated(fields: ConfigFields, head_dim: int, default: float) -> int | None:
+    """Return how many numbers of a head are rotated; None if all are.
+
+    Args:
+        fields: the content of config.json.
+        head_dim: numbers of a head.
+        default: which part of them is rotated, where the file doesn't say.
+
+    Raises:
+        CheckpointError: the others aren't whole pairs.
+    """
+    rope = ConfigFields(_rope_table(fields, ""), f"{fields.source}: rope parameters")
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", default))
+    rotated = int(head_dim * share)
+    if not 0 < rotated <= head_dim or rotated % 2 or (head_dim - rotated) % 2:
+        raise fields.error(
+            f"'partial_rotary_factor' {share} of heads of {head_dim} must leave whole pairs"
+        )
+    return None if rotated == head_dim else rotated
 
 
 def read_layer_windows(

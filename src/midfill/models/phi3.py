@@ -25,16 +25,10 @@ def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     config = huggingface_config.read_decoder(
         fields, "phi3", epsilon=1e-5, reads_partial_rotary=True, ignores_scaling=is_long
     )
-    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    rotated = int(config.head_dim * share)
-    if not 0 < rotated <= config.head_dim or rotated % 2 or (config.head_dim - rotated) % 2:
-        raise fields.error(
-            f"'partial_rotary_factor' {share} of heads of {config.head_dim} must leave whole pairs"
-        )
     window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
     config = replace(
         config,
-        rotated=None if rotated == config.head_dim else rotated,
+        rotated=huggingface_config.read_rotated(fields, config.head_dim, 1.0),
         # A window as wide as the context shows everything.
         sliding_window=None if window is None or window >= config.context else window,
     )

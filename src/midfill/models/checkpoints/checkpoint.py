@@ -6,12 +6,17 @@ Canonical names (weights are [out_features, in_features], rotary halves in NEOX 
     layers.{i}.attn_norm.weight|bias    layers.{i}.mlp_norm.weight|bias
     layers.{i}.{attn_post_norm,mlp_post_norm}.weight (of what is added to the hidden rows)
     layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight    layers.{i}.attn.sinks
+    layers.{i}.q_gate.weight (of what attention puts out)
     layers.{i}.{gate,up,down}.weight|bias   (no gate when the MLP is not gated)
 
 in the place of q, k, v and o, where a layer has a state space instead of attention:
 
     layers.{i}.{ssm_in,ssm_out}.weight      layers.{i}.ssm_conv.weight|bias
     layers.{i}.ssm.{A_log,D,dt_bias} (or A) layers.{i}.ssm_norm.weight
+
+or the delta rule, which has these four in the place of ssm_in, and no D:
+
+    layers.{i}.ssm_{gate,qkv,beta,alpha}.weight
 
 and in the place of the last line, where it has a mixture of experts:
 

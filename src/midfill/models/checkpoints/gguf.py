@@ -22,6 +22,7 @@ import numpy.typing as npt
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.checkpoint import MappedFile, check_tensors, digest_tensors
 from midfill.models.checkpoints.fused_projections import fused_rows, in_key_order
+from midfill.models.checkpoints.gathered_rows import Rows, check_rows, gathered_rows
 from midfill.models.checkpoints.ggml_types import (
     GGML_TYPES,
     GGUF_ARRAY,
@@ -110,10 +111,12 @@ _STACKED_DIMENSIONS = {"weight": 3, "bias": 2}
 _IGNORED = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?"
 )
+_PREDICTOR = re.compile(r"blk\.\d+\.nextn\..*")
+"""Tensors that only layers have which predict further tokens."""
 _MAX_METADATA_LIST = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Place:
     """Where a file has a tensor.
 
@@ -122,12 +125,14 @@ class _Place:
         shape: of the tensor.
         expert: its number among those that are stored as one; None where it is stored alone.
         rows: the first of a tensor's rows and the one after the last; None where all are.
+        gathered: numbers of a tensor's rows; None where all are.
     """
 
     stored: str
     shape: tuple[int, ...]
     expert: int | None = None
     rows: tuple[int, int] | None = None
+    gathered: Rows | None = None
 
 
 class GgufCheckpoint:
@@ -154,9 +159,12 @@ class GgufCheckpoint:
         self._places = self._canonical_names()
         shapes = {name: place.shape for name, place in self._places.items()}
         self.config: ModelConfig = self._read_config(shapes)
+        if FAMILIES[self.config.family].skips_predictors:
+            self._leave_out_predictors()
         if FAMILIES[self.config.family].fused_projections:
             self._split_fused()
-            shapes = {name: place.shape for name, place in self._places.items()}
+        self._gather()
+        shapes = {name: place.shape for name, place in self._places.items()}
         self._check_experts()
         stored_names = {name: place.stored for name, place in self._places.items()}
         check_tensors(self.config, shapes, stored_names, path)
@@ -222,6 +230,8 @@ class GgufCheckpoint:
             data = data.reshape(experts, *place.shape[:-1], -1)[place.expert]
         elif place.rows is not None:
             data = data[slice(*place.rows)]
+        elif place.gathered is not None:
+            data = data[place.gathered]
         elif place.shape != entry.shape:
             data = data.reshape(*place.shape[:-1], -1)
         if self.config.rotated is not None and self.config.heads_of(name):
@@ -281,6 +291,34 @@ class GgufCheckpoint:
                 first += count
         self._places = places
 
+    def _gather(self) -> None:
+        """Give modules places of their own, where a file has several as one, row by row.
+
+        Raises:
+            CheckpointError: one has another number of rows than they have together.
+        """
+        modules = gathered_rows(self.config)
+        places: dict[str, _Place] = {}
+        for name, place in self._places.items():
+            prefix, module, leaf = ["", *name.rsplit(".", 2)][-3:]
+            parts = modules.get(module)
+            if parts is None:
+                places[name] = place
+                continue
+            check_rows(parts, place.shape, f"{self.path}: tensor {place.stored!r}")
+            for part, rows in parts.items():
+                shape = (len(rows), *place.shape[1:])
+                places[f"{prefix}.{part}.{leaf}"] = replace(place, shape=shape, gathered=rows)
+        self._places = places
+
+    def _leave_out_predictors(self) -> None:
+        """Leave out the layers after the last one."""
+        self._places = {
+            name: place
+            for name, place in self._places.items()
+            if not name.startswith("layers.") or int(name.split(".")[1]) < self.config.layers
+        }
+
     def _canonical_names(self) -> "dict[str, _Place]":
         """Return canonical name -> where the file has it."""
         places: dict[str, _Place] = {}
@@ -304,6 +342,8 @@ class GgufCheckpoint:
                 if name.endswith(_VECTORS) and 1 in shape:
                     shape = (math.prod(shape),)
                 places[name] = _Place(stored, shape)
+            elif family is not None and family.skips_predictors and _PREDICTOR.fullmatch(stored):
+                continue
             elif not _IGNORED.fullmatch(stored):
                 raise CheckpointError(
                     f"{self.path}: tensor {stored!r} is of a kind of model midfill does not know"

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.checkpoint import check_layers, check_tensors, digest_tensors
 from midfill.models.checkpoints.fused_projections import in_key_order, split_fused
+from midfill.models.checkpoints.gathered_rows import GatheredEntry, gather
 from midfill.models.checkpoints.interleaved_experts import ExpertEntry, split_interleaved
 from midfill.models.checkpoints.model_record import folder_metadata
 from midfill.models.checkpoints.safetensors_file import SafetensorsEntry, SafetensorsFile
@@ -25,12 +26,17 @@ from midfill.stored_tensor import StoredTensor
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
+_PREDICTOR, _VISUAL = re.compile(r"mtp\..*"), re.compile(r"model\.visual\..*")
+"""Layers that predict further tokens, and the part of a model that sees images."""
+_TEXT_PART, _TEXT = "model.language_model.", "model."
+"""Beginnings of names in a model that sees images, too, and in one that doesn't."""
 _NOT_METADATA = ("added_tokens_decoder", "chat_template")
 
 
 _FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
 _FUSED_MLP = re.compile(r"(?P<mlp>.*\.shared_mlp)\.input_linear\.weight")
-_CONVOLUTION = re.compile(r".*\.mamba\.conv1d\.weight")
+_CONVOLUTION = re.compile(r".*\.(mamba|linear_attn)\.conv1d\.weight")
+_Entry = SafetensorsEntry | ExpertEntry | GatheredEntry
 
 
 def split_stacked(entries: Mapping[str, SafetensorsEntry]) -> dict[str, SafetensorsEntry]:
@@ -95,10 +101,9 @@ class HuggingFaceCheckpoint:
             if theirs in canonical:
                 self._names[canonical[theirs]] = theirs
             elif not self._is_spare(theirs):
-                file = entry.stacked.file if isinstance(entry, ExpertEntry) else entry.file
                 raise CheckpointError(
-                    f"{file}: tensor {theirs!r} is no part of a {self.config.family} model as "
-                    "configured"
+                    f"{entry.file}: tensor {theirs!r} is no part of a {self.config.family} model "
+                    "as configured"
                 )
         self._entries = stored
         shapes = {name: stored[theirs].shape for name, theirs in self._names.items()}
@@ -155,16 +160,19 @@ class HuggingFaceCheckpoint:
         entry = self._entry(name)
         if isinstance(entry, ExpertEntry):
             return entry.tensor(name, self._data_of)
-        stored = StoredTensor(name, entry.shape, entry.kind, self._data_of(entry))
+        if isinstance(entry, GatheredEntry):
+            stored = entry.tensor(name, self._data_of)
+        else:
+            stored = StoredTensor(name, entry.shape, entry.kind, self._data_of(entry))
         rotated, heads = self.config.rotated, self.config.heads_of(name)
         if rotated is not None and heads:
-            return replace(stored, data=in_key_order(stored.data, heads, rotated))
+            stored = replace(stored, data=in_key_order(stored.data, heads, rotated))
         offset = FAMILIES[self.config.family].norm_offset
-        if not offset or not name.endswith("norm.weight"):
+        if not offset or not name.endswith("norm.weight") or name.endswith("ssm_norm.weight"):
             return stored
-        return StoredTensor(name, entry.shape, "f32", stored.to_float32() + np.float32(offset))
+        return replace(stored, kind="f32", data=stored.to_float32() + np.float32(offset))
 
-    def _entry(self, name: str) -> SafetensorsEntry | ExpertEntry:
+    def _entry(self, name: str) -> _Entry:
         theirs = self._names.get(name)
         if theirs is None:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
@@ -173,22 +181,25 @@ class HuggingFaceCheckpoint:
     def _data_of(self, entry: SafetensorsEntry) -> npt.NDArray[np.generic]:
         return self._files[entry.file].data_of(entry)
 
-    def _split(
-        self, entries: Mapping[str, SafetensorsEntry]
-    ) -> Mapping[str, SafetensorsEntry | ExpertEntry]:
-        """Give each expert entries of its own.
+    def _split(self, entries: Mapping[str, SafetensorsEntry]) -> Mapping[str, _Entry]:
+        """Give tensors entries of their own where a file has several in one.
 
         Raises:
             CheckpointError: a tensor of bytes is none of an expert's.
         """
         family = FAMILIES[self.config.family]
-        split: dict[str, SafetensorsEntry | ExpertEntry]
+        if family.multimodal_type:
+            entries = {
+                re.sub(rf"^{re.escape(_TEXT_PART)}", _TEXT, name): entry
+                for name, entry in entries.items()
+            }
+        split: dict[str, _Entry]
         if family.interleaved_experts:
             split = split_interleaved(entries)
         elif family.fused_projections:
             split = {**split_fused(entries, self.config)}
         else:
-            split = {**split_stacked(entries)}
+            split = {**gather(split_stacked(entries), self.config, family.huggingface_modules)}
         for name, entry in split.items():
             if entry.kind == "u8" and isinstance(entry, SafetensorsEntry):
                 raise CheckpointError(
@@ -207,7 +218,12 @@ class HuggingFaceCheckpoint:
     def _is_spare(self, theirs: str) -> bool:
         """Return whether a tensor may be present without being used."""
         tied_head = self.config.tied_embeddings and theirs == "lm_head.weight"
-        return tied_head or _IGNORED.fullmatch(theirs) is not None
+        family, ignored = FAMILIES[self.config.family], [_IGNORED]
+        if family.skips_predictors:
+            ignored.append(_PREDICTOR)
+        if family.multimodal_type:
+            ignored.append(_VISUAL)
+        return tied_head or any(pattern.fullmatch(theirs) for pattern in ignored)
 
     def _shards(self) -> list[Path]:
         """Return the safetensors files."""

@@ -9,6 +9,7 @@ Biases are [experts, outputs].
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,11 @@ class ExpertEntry:
     first: int
     step: int
     shape: tuple[int, ...]
+
+    @property
+    def file(self) -> Path:
+        """The file that holds it."""
+        return self.stacked.file
 
     @property
     def kind(self) -> str:

@@ -165,7 +165,7 @@ def _formats(model: PackedModel) -> list[set[WeightFormat]]:
     return [
         set().union(*(formats.get(name, set()) for name in names))
         for names in (
-            ("qkv", "query", "ssm_in"), ("o", "ssm_out"),
+            ("qkv", "query", "query_gate", "ssm_in"), ("o", "ssm_out"),
             ("gate", "up", "experts_in", "shared_gate", "shared_up"),
             ("down", "experts_out", "shared_down"), ("head",),
         )

@@ -16,10 +16,15 @@ from midfill.kernels.cpu.latent.data import LatentWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
-from midfill.kernels.cpu.state_space.data import StateWeights
+from midfill.kernels.cpu.state_space.data import DeltaWeights, StateWeights
 from midfill.kernels.cpu.weight_formats import PANEL
-from midfill.models.config import ModelConfig
+from midfill.models.config import DeltaRule, ModelConfig, StateSpace
 from midfill.runners.cpu.packed_arrays import Arrays, ArrayWriter, read_arrays, write_arrays
+from midfill.runners.cpu.packed_delta_rule import (
+    QUERY_GATE,
+    assemble_delta_rule,
+    unsupported_delta_rule,
+)
 from midfill.runners.cpu.packed_experts import (
     OFFLOADED,
     assemble_experts,
@@ -74,7 +79,7 @@ class PackedModel:
     weights: DecoderWeights
     experts: ExpertWeights | None = None
     latent: LatentWeights | None = None
-    states: StateWeights | None = None
+    states: StateWeights | DeltaWeights | None = None
     experts_on_disk: bool = False
     sinks: Float32Array | None = None
 
@@ -83,6 +88,8 @@ class PackedModel:
         """All matrices by name; no gate where the MLP has none, no MLP where no layer has one."""
         states = self.states
         own = {} if states is None else {PROJECT: states.project, OUTPUT: states.output}
+        if isinstance(states, DeltaWeights):
+            own[QUERY_GATE] = states.query_gate
         return self._dense_matrices | self._latent_matrices | self._expert_matrices | own
 
     @property
@@ -147,7 +154,7 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         return reason
     if config.latent is not None and (reason := unsupported_latent(config.latent)):
         return reason
-    if config.state_space is not None and (reason := unsupported_state_space(config.state_space)):
+    if reason := _unsupported_states(config):
         return reason
     sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
     experts = config.experts
@@ -159,6 +166,16 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         if size % PANEL:
             return f"{name} = {size} is not a multiple of {PANEL}"
     return None
+
+
+def _unsupported_states(config: ModelConfig) -> str | None:
+    """Return why the kernels can't run a model's layers with a state, or None if they can."""
+    match config.state_space:
+        case StateSpace() as space:
+            return unsupported_state_space(space)
+        case DeltaRule() as rule:
+            return unsupported_delta_rule(rule)
+    return "gated attention in all layers" if config.gated_attention else None
 
 
 def load_packed(
@@ -285,9 +302,20 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         weights,
         assemble_experts(config, arrays),
         assemble_latent(config, arrays),
-        assemble_state_space(config, arrays),
+        _assemble_states(config, arrays),
         sinks=arrays["sinks"] if config.sinks else None,
     )
+
+
+def _assemble_states(
+    config: ModelConfig, arrays: dict[str, Any]
+) -> StateWeights | DeltaWeights | None:
+    match config.state_space:
+        case StateSpace() as space:
+            return assemble_state_space(config, space, arrays)
+        case DeltaRule() as rule:
+            return assemble_delta_rule(config, rule, arrays)
+    return None
 
 
 class _Stack:
@@ -350,13 +378,18 @@ class _Stack:
         norm, config = self.norm("attn_norm"), self._config
         if config.state_space is None:
             return norm
-        weight = norm.weight.reshape(config.layers, -1)[list(config.attention_layers)]
-        return norm._replace(weight=weight.reshape(-1))
+        return norm._replace(weight=self._of_attention(norm.weight))
+
+    def _of_attention(self, weight: Float32Array) -> Float32Array:
+        """Return the part of all layers' numbers that is of layers with attention."""
+        layers = list(self._config.attention_layers)
+        return weight.reshape(self._config.layers, -1)[layers].reshape(-1)
 
     def head_norm(self, name: str) -> NormWeights:
-        """Return the RMSNorm of each query or key head."""
+        """Return the RMSNorm of each query or key head, of the layers that have attention."""
+        weight = self._arrays[name]
         return NormWeights(
-            weight=self._arrays[name],
+            weight=weight if self._config.state_space is None else self._of_attention(weight),
             bias=np.zeros(0, np.float32),
             size=self._config.head_dim,
             kind=RMS,

@@ -10,9 +10,14 @@ from midfill.kernels.cpu.linear import LinearWeights
 from midfill.kernels.cpu.memory import Float32Array, aligned_zeros
 from midfill.kernels.cpu.rows import RMS, NormWeights
 from midfill.kernels.cpu.simd import LANES
-from midfill.kernels.cpu.state_space.data import StateMemory, StateSizes, StateWeights
+from midfill.kernels.cpu.state_space.data import (
+    DeltaWeights,
+    StateMemory,
+    StateSizes,
+    StateWeights,
+)
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
-from midfill.models.config import ModelConfig, StateSpace
+from midfill.models.config import ModelConfig, StateLayers, StateSpace
 from midfill.stored_tensor import StoredTensor
 
 Arrays = dict[str, Any]
@@ -29,7 +34,7 @@ class CpuStates:
             gives memory for a state when it is first written.
     """
 
-    def __init__(self, space: StateSpace, count: int) -> None:
+    def __init__(self, space: StateLayers, count: int) -> None:
         self._count = count
         self.values: Float32Array = aligned_zeros(count * space.state_bytes // 4, np.float32)
         self._states = self.values.reshape(count, -1)
@@ -83,11 +88,12 @@ def state_vectors(config: ModelConfig, tensor: Tensor) -> dict[str, Float32Array
         "ssm_conv": np.concatenate([part.T.reshape(-1) for part in layers("ssm_conv.weight")]),
         "ssm_dt_bias": by_head(layers("ssm.dt_bias")),
         "ssm_decay": by_head(layers("ssm.A") if decays is None else decays),
-        "ssm_skip": by_head(layers("ssm.D")),
         "ssm_norm": np.concatenate(layers("ssm_norm.weight")),
     }
-    if space.conv_bias:
-        vectors["ssm_conv_bias"] = np.concatenate(layers("ssm_conv.bias"))
+    if isinstance(space, StateSpace):
+        vectors["ssm_skip"] = by_head(layers("ssm.D"))
+        if space.conv_bias:
+            vectors["ssm_conv_bias"] = np.concatenate(layers("ssm_conv.bias"))
     return {name: np.ascontiguousarray(values, np.float32) for name, values in vectors.items()}
 
 
@@ -100,11 +106,14 @@ def layer_numbers(config: ModelConfig) -> list[int]:
     return [numbers[layer] for layer in range(config.layers)]
 
 
-def assemble_state_space(config: ModelConfig, arrays: Arrays) -> StateWeights | None:
-    """Return the kernels' structure of what was packed; None for models without states."""
-    space = config.state_space
-    if space is None:
-        return None
+def norms_before(config: ModelConfig, space: StateLayers, arrays: Arrays) -> Float32Array:
+    """Return the weights of norms of hidden rows before layers with a state."""
+    norms: Float32Array = arrays["attn_norm"].reshape(config.layers, config.hidden)
+    return norms[list(space.layers)].reshape(-1)
+
+
+def assemble_state_space(config: ModelConfig, space: StateSpace, arrays: Arrays) -> StateWeights:
+    """Return the kernels' structure of what was packed."""
     layers, hidden = len(space.layers), config.hidden
     padded = panel_count(space.projected) * PANEL
     zeros = np.zeros(layers * max(padded, hidden, space.mixed), np.float32)
@@ -115,7 +124,6 @@ def assemble_state_space(config: ModelConfig, arrays: Arrays) -> StateWeights | 
     def norm(weight: Float32Array, size: int) -> NormWeights:
         return NormWeights(weight, np.zeros(0, np.float32), size, RMS, config.norm_epsilon)
 
-    before = arrays["attn_norm"].reshape(config.layers, hidden)[list(space.layers)]
     return StateWeights(
         sizes=StateSizes(
             layers=layers,
@@ -130,7 +138,7 @@ def assemble_state_space(config: ModelConfig, arrays: Arrays) -> StateWeights | 
             stride=padded,
         ),
         numbers=np.array(layer_numbers(config), np.int32),
-        before=norm(before.reshape(-1), hidden),
+        before=norm(norms_before(config, space, arrays), hidden),
         project=matrix(PROJECT, space.projected, hidden),
         conv=arrays["ssm_conv"],
         conv_bias=arrays.get("ssm_conv_bias", zeros),
@@ -143,8 +151,9 @@ def assemble_state_space(config: ModelConfig, arrays: Arrays) -> StateWeights | 
 
 
 def state_memory(
-    weights: StateWeights,
+    weights: StateWeights | DeltaWeights,
     rows: int,
+    queries: int,
     floats: Callable[[str, int], Float32Array],
     activations: Callable[[str, int], Activations],
 ) -> StateMemory:
@@ -153,11 +162,12 @@ def state_memory(
     Args:
         weights: of the layers with a state.
         rows: of the step.
+        queries: numbers that attention puts out per row.
         floats, activations: return float32 arrays or activations by name, at least so long.
     """
     sizes = weights.sizes
     return StateMemory(
-        projected=floats("projected states", rows * sizes.stride),
+        projected=floats("projected states", rows * max(sizes.stride, queries)),
         mixed=floats("mixed", rows * sizes.mixed),
         steps=floats("steps", rows * sizes.padded_heads),
         factors=floats("factors", rows * sizes.padded_heads),

@@ -224,7 +224,10 @@ class StepMemory:
         weights = self._model.states
         if weights is None:
             return None
-        return state_memory(weights, self._size.rows, self._arrays.floats, self._activations)
+        queries = self._config.query_heads * self._config.head_dim
+        return state_memory(
+            weights, self._size.rows, queries, self._arrays.floats, self._activations
+        )
 
     def _expert_table(self, rows: int) -> Int64Array:
         experts, weights = self._config.experts, self._model.experts

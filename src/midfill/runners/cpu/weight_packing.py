@@ -16,6 +16,7 @@ from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
+from midfill.runners.cpu.packed_delta_rule import QUERY_GATE
 from midfill.runners.cpu.packed_experts import (
     INTERLEAVED,
     OFFLOADED,
@@ -50,8 +51,9 @@ _MATRICES = {
     "o": ("o",),
     "gate_up": ("gate", "up"),
     "down": ("down",),
-    PROJECT: ("ssm_in",),
+    PROJECT: ("ssm_in", "ssm_gate", "ssm_qkv", "ssm_beta", "ssm_alpha"),
     OUTPUT: ("ssm_out",),
+    QUERY_GATE: ("q_gate",),
 }
 """The checkpoint's matrices that are packed as one, by the name under which they are kept.
 
@@ -105,21 +107,21 @@ def packed_size(checkpoint: "Checkpoint", option: WeightsOption = "auto") -> Pac
     sources = _matrix_sources(checkpoint)
     in_mxfp4 = option != "f32" and is_mxfp4(sources, checkpoint.kind)
 
-    def weight_format(name: str, part: str) -> WeightFormat:
-        if in_mxfp4 and name in OFFLOADED:
-            return WeightFormat.MXFP4
-        return _format_for(checkpoint.kind(part), option)
-
-    sizes = {
-        name: sum(
-            packed_bytes(
-                [checkpoint.shape(part) for part in layer],
-                [weight_format(name, part) for part in layer],
-            )
-            for layer in layers
+    def size(name: str, layer: list[str]) -> int:
+        shapes = [checkpoint.shape(part) for part in layer]
+        kinds = [checkpoint.kind(part) for part in layer]
+        groups = _whole_panels([shape[0] for shape in shapes])
+        return packed_bytes(
+            [(sum(shapes[i][0] for i in group), shapes[group[0]][1]) for group in groups],
+            [
+                WeightFormat.MXFP4
+                if in_mxfp4 and name in OFFLOADED
+                else _format_for(_common_kind([kinds[i] for i in group]), option)
+                for group in groups
+            ],
         )
-        for name, layers in sources.items()
-    }
+
+    sizes = {name: sum(size(name, layer) for layer in layers) for name, layers in sources.items()}
     latent = checkpoint.config.latent
     if latent is not None:  # what is multiplied head by head, in float32 at most
         numbers = (
@@ -180,7 +182,9 @@ def pack_weights(
     in_mxfp4 = option != "f32" and is_mxfp4(sources, lambda name: checkpoint.tensor(name).kind)
     done, steps = 0, sum(map(len, sources.values()))
     for name, layers in sources.items():
-        tensors = [[checkpoint.tensor(part) for part in layer] for layer in layers]
+        tensors = [
+            _with_whole_panels([checkpoint.tensor(part) for part in layer]) for layer in layers
+        ]
         own = WeightFormat.MXFP4 if in_mxfp4 and name in OFFLOADED else None
         stacked = _Stacking(
             tensors, option, partial(allocate, name), name in _INTERLEAVED, weight_format=own
@@ -205,6 +209,45 @@ def pack_weights(
         arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
     arrays.update(_vectors(checkpoint, set(checkpoint.names())))
     return arrays
+
+
+def _whole_panels(rows: list[int]) -> list[list[int]]:
+    """Return which matrices, one below the other, are packed as one, so that all but the last fill
+    whole panels.
+
+    Args:
+        rows: of each matrix.
+    """
+    groups: list[list[int]] = []
+    held = 0
+    for number, count in enumerate(rows):
+        if held % PANEL:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+        held += count
+    return groups
+
+
+def _common_kind(kinds: list[str]) -> str:
+    """Return the kind of matrices that are packed as one: float32 where they differ."""
+    return kinds[0] if len(set(kinds)) == 1 else "f32"
+
+
+def _with_whole_panels(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    groups = _whole_panels([tensor.shape[0] for tensor in tensors])
+    return [_join([tensors[number] for number in group]) for group in groups]
+
+
+def _join(tensors: list[StoredTensor]) -> StoredTensor:
+    """Return matrices below each other as one."""
+    if len(tensors) == 1:
+        return tensors[0]
+    first, kind = tensors[0], _common_kind([tensor.kind for tensor in tensors])
+    parts = [tensor.data if tensor.kind == kind else tensor.to_float32() for tensor in tensors]
+    shape = (sum(tensor.shape[0] for tensor in tensors), first.shape[1])
+    names = " and ".join(tensor.name for tensor in tensors)
+    return StoredTensor(names, shape, kind, np.concatenate(parts))
 
 
 class _Stacking:

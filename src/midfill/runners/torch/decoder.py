@@ -13,15 +13,17 @@ import torch
 from torch.nn import functional
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.models.config import Experts, ModelConfig
+from midfill.models.config import DeltaRule, Experts, ModelConfig, StateSpace
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import model_tables
+from midfill.runners.torch.delta_rule import apply_delta_rule
 from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
 from midfill.runners.torch.part_attention import PlannedRequest, attend_planned, prepare_plans
 from midfill.runners.torch.state_space import StateRows, TorchStates, mix_rows
 from midfill.runners.torch.weights import (
     Affine,
     DecoderWeights,
+    DeltaRuleWeights,
     ExpertWeights,
     LatentWeights,
     LayerWeights,
@@ -204,6 +206,8 @@ class Decoder:
     ) -> torch.Tensor:
         if isinstance(layer.qkv, StateSpaceWeights):
             return self._mix_states(index, layer.qkv, layer.o, hidden, batch)
+        if isinstance(layer.qkv, DeltaRuleWeights):
+            return self._apply_delta_rule(index, layer.qkv, layer.o, hidden, batch)
         if isinstance(layer.qkv, LatentWeights):
             return self._latent_attention(index, layer.qkv, layer.o, hidden, batch)
         config = self.config
@@ -215,7 +219,10 @@ class Decoder:
         turns = batch.turns[config.is_local(index)]
         q, k = _rotate(q, turns), _rotate(k, turns)
         self.observed[index] = q[batch.observed_rows]
-        return _linear(self.attend(index, q, k, v, batch).flatten(1), layer.o)
+        attended = self.attend(index, q, k, v, batch).flatten(1)
+        if layer.q_gate is not None:
+            attended = attended * _linear(hidden, layer.q_gate).sigmoid()
+        return _linear(attended, layer.o)
 
     def _latent_attention(
         self,
@@ -256,13 +263,31 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute what a layer has instead of attention; see ``models.config.StateSpace``."""
         space = self.config.state_space
-        assert space is not None
+        assert isinstance(space, StateSpace)
         assert self.states is not None
         projected = _linear(hidden, weights.project)
         gated = mix_rows(space, weights, self.states, self._numbers[index], projected, batch.states)
         norm, epsilon = weights.norm.weight, self.config.norm_epsilon
         normed = functional.rms_norm(gated, norm.shape, norm.float(), epsilon)
         return _linear(normed.to(hidden.dtype), output)
+
+    def _apply_delta_rule(
+        self,
+        index: int,
+        weights: DeltaRuleWeights,
+        output: Affine,
+        hidden: torch.Tensor,
+        batch: PreparedBatch,
+    ) -> torch.Tensor:
+        """Compute what a layer has instead of attention; see ``models.config.DeltaRule``."""
+        rule = self.config.state_space
+        assert isinstance(rule, DeltaRule)
+        assert self.states is not None
+        gated = apply_delta_rule(
+            rule, weights, self.states, self._numbers[index], _linear(hidden, weights.project),
+            batch.states, self.config.norm_epsilon,
+        )  # fmt: skip
+        return _linear(gated.to(hidden.dtype), output)
 
     def attend(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch

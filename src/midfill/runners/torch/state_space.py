@@ -1,4 +1,4 @@
-"""Layers with a state, in plain torch: each request's rows one after the other.
+"""States and Mamba-2 in plain torch: each request's rows one after the other.
 
 The equations are at ``models.config.StateSpace``. States are float32, whatever the weights are.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from midfill.models.config import StateSpace
+from midfill.models.config import StateLayers, StateSpace
 from midfill.runners.torch.weights import StateSpaceWeights
 
 
@@ -20,7 +20,7 @@ class TorchStates:
         matrices: [states, layers, heads, head_dim, state_dim].
     """
 
-    def __init__(self, space: StateSpace, count: int, device: torch.device) -> None:
+    def __init__(self, space: StateLayers, count: int, device: torch.device) -> None:
         layers = len(space.layers)
         kept = (space.conv_width - 1, space.mixed)
         heads = (space.heads, space.head_dim, space.state_dim)
@@ -84,6 +84,28 @@ def mix_rows(
     return torch.cat(outputs) * functional.silu(z)
 
 
+def convolve_rows(
+    kept: torch.Tensor,
+    mixed: torch.Tensor,
+    request: StateRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return SiLU of the convolution of one request's rows, [rows, mixed].
+
+    Args:
+        kept: [conv_width - 1, mixed], the last inputs before these rows; becomes the last of all.
+        mixed: [rows of the batch, mixed], the inputs.
+        request: the rows.
+        weight: [mixed, conv_width].
+        bias: [mixed].
+    """
+    inputs = torch.cat((kept, mixed[request.first : request.end]))
+    kept.copy_(inputs[len(inputs) - len(kept) :])
+    convolved = functional.conv1d(inputs.T[None], weight[:, None], bias, groups=len(weight))
+    return functional.silu(convolved[0].T)
+
+
 def _mix_request(
     space: StateSpace,
     weights: StateSpaceWeights,
@@ -94,14 +116,9 @@ def _mix_request(
     request: StateRows,
 ) -> torch.Tensor:
     """Return y of one request's rows: [rows, inner]."""
-    kept = states.inputs[request.state, layer]
     matrices = states.matrices[request.state, layer]
-    inputs = torch.cat((kept, mixed[request.first : request.end]))
-    kept.copy_(inputs[len(inputs) - len(kept) :])
-    convolved = functional.conv1d(
-        inputs.T[None], weights.conv[:, None], weights.conv_bias, groups=space.mixed
-    )
-    rows = functional.silu(convolved[0].T)
+    kept = states.inputs[request.state, layer]
+    rows = convolve_rows(kept, mixed, request, weights.conv, weights.conv_bias)
     outputs = torch.empty((len(rows), space.heads, space.head_dim), device=rows.device)
     taken = steps[request.first : request.end]
     for number, (row, step) in enumerate(zip(rows, taken, strict=True)):

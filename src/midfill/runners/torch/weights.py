@@ -6,7 +6,14 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.config import Experts, LatentAttention, StateSpace, tensor_shapes
+from midfill.models.config import (
+    DeltaRule,
+    Experts,
+    LatentAttention,
+    StateLayers,
+    StateSpace,
+    tensor_shapes,
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,25 @@ class StateSpaceWeights:
 
 
 @dataclass(frozen=True)
+class DeltaRuleWeights:
+    """What a layer has instead of attention; see ``models.config.DeltaRule``. All but ``project``
+    and ``norm`` are float32.
+
+    Attributes:
+        project: W_in: rows of z, of q, k and v, of b and of a.
+        conv: [mixed, conv_width].
+        dt_bias, decay: [heads]; the latter is A.
+        norm: of each head's y.
+    """
+
+    project: Affine
+    conv: torch.Tensor
+    dt_bias: torch.Tensor
+    decay: torch.Tensor
+    norm: Affine
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """The mixture of experts of one layer.
 
@@ -104,7 +130,9 @@ class LayerWeights:
 
     Attributes:
         attn_norm, mlp_norm: before attention and before the MLP.
-        qkv: rows of q, k and v, one below the other; or latent attention; or a state space.
+        qkv: rows of q, k and v, one below the other; or latent attention; or what a layer with a
+            state has.
+        q_gate: see ``ModelConfig.gated_attention``; None if the layer has none.
         q_norm, k_norm: of each head; None if the model has none.
         attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
         sinks: [query_heads], see ``ModelConfig.sinks``; None if the model has none.
@@ -113,7 +141,8 @@ class LayerWeights:
     """
 
     attn_norm: Affine
-    qkv: Affine | LatentWeights | StateSpaceWeights
+    qkv: Affine | LatentWeights | StateSpaceWeights | DeltaRuleWeights
+    q_gate: Affine | None
     q_norm: Affine | None
     k_norm: Affine | None
     attn_post_norm: Affine | None
@@ -171,15 +200,17 @@ class _Loader:
     def _layer(self, number: int) -> LayerWeights:
         config, layer = self._checkpoint.config, f"layers.{number}"
         experts, space = config.experts_of(number), config.state_space_of(number)
+        attends = space is None
         return LayerWeights(
             attn_norm=self._affine(f"{layer}.attn_norm"),
-            qkv=self._attention(layer) if space is None else self._state_space(layer, space),
-            q_norm=self._affine(f"{layer}.q_norm") if config.qk_norm else None,
-            k_norm=self._affine(f"{layer}.k_norm") if config.qk_norm else None,
+            qkv=self._attention(layer) if space is None else self._states(layer, space),
+            q_gate=self._affine(f"{layer}.q_gate") if config.gated_attention and attends else None,
+            q_norm=self._affine(f"{layer}.q_norm") if config.qk_norm and attends else None,
+            k_norm=self._affine(f"{layer}.k_norm") if config.qk_norm and attends else None,
             attn_post_norm=self._affine(f"{layer}.attn_post_norm") if config.post_norms else None,
             mlp_post_norm=self._affine(f"{layer}.mlp_post_norm") if config.post_norms else None,
             sinks=self._tensor(f"{layer}.attn.sinks") if config.sinks else None,
-            o=self._affine(f"{layer}.o" if space is None else f"{layer}.ssm_out"),
+            o=self._affine(f"{layer}.o" if attends else f"{layer}.ssm_out"),
             mlp_norm=self._affine(f"{layer}.mlp_norm"),
             mlp=self._mlp(layer) if experts is None else self._experts(layer, experts),
         )
@@ -190,18 +221,35 @@ class _Loader:
             return self._latent(layer, latent)
         return self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v")
 
-    def _state_space(self, layer: str, space: StateSpace) -> StateSpaceWeights:
-        decay = (
-            -torch.exp(self._vector(f"{layer}.ssm.A_log"))
-            if space.logarithmic
-            else self._vector(f"{layer}.ssm.A")
+    def _states(self, layer: str, space: StateLayers) -> StateSpaceWeights | DeltaRuleWeights:
+        if isinstance(space, DeltaRule):
+            return self._delta_rule(layer, space)
+        assert isinstance(space, StateSpace)
+        return self._state_space(layer, space)
+
+    def _delta_rule(self, layer: str, rule: DeltaRule) -> DeltaRuleWeights:
+        parts = (f"{layer}.ssm_{part}" for part in ("gate", "qkv", "beta", "alpha"))
+        return DeltaRuleWeights(
+            project=self._affine(*parts),
+            conv=self._vector(f"{layer}.ssm_conv.weight"),
+            dt_bias=self._vector(f"{layer}.ssm.dt_bias"),
+            decay=self._decay(layer, rule.logarithmic),
+            norm=self._affine(f"{layer}.ssm_norm"),
         )
+
+    def _decay(self, layer: str, logarithmic: bool) -> torch.Tensor:
+        """Return A of a layer with a state."""
+        if logarithmic:
+            return -torch.exp(self._vector(f"{layer}.ssm.A_log"))
+        return self._vector(f"{layer}.ssm.A")
+
+    def _state_space(self, layer: str, space: StateSpace) -> StateSpaceWeights:
         return StateSpaceWeights(
             project=self._affine(f"{layer}.ssm_in"),
             conv=self._vector(f"{layer}.ssm_conv.weight"),
             conv_bias=self._vector(f"{layer}.ssm_conv.bias") if space.conv_bias else None,
             dt_bias=self._vector(f"{layer}.ssm.dt_bias"),
-            decay=decay,
+            decay=self._decay(layer, space.logarithmic),
             skip=self._vector(f"{layer}.ssm.D"),
             norm=self._affine(f"{layer}.ssm_norm"),
         )

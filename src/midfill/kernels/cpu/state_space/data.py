@@ -4,7 +4,7 @@ A layer's number is its own among those of its kind: weights of attention are th
 attention, weights of states those of layers with a state. MLPs are numbered as layers are.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from midfill.kernels.cpu.activations import Activations
 from midfill.kernels.cpu.decoder_data import DecoderWeights, Workspace
@@ -68,16 +68,67 @@ class StateWeights(NamedTuple):
     output: LinearWeights
 
 
+class DeltaSizes(NamedTuple):
+    """Numbers of ``models.config.DeltaRule``, and what follows from them.
+
+    Attributes:
+        layers, conv_width, inner, mixed, layer_floats, padded_heads, stride: see ``StateSizes``.
+        heads: of v, of a layer.
+        head_dim: a multiple of 32.
+        state_dim: of a head of q or k, a multiple of 16.
+        key_heads: of q and of k.
+        consecutive: how many heads of v in a row have the same key: head i has that of head
+            (i / consecutive) % key_heads.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    state_dim: int
+    conv_width: int
+    inner: int
+    mixed: int
+    layer_floats: int
+    padded_heads: int
+    stride: int
+    key_heads: int
+    consecutive: int
+
+
+class DeltaWeights(NamedTuple):
+    """What layers with the delta rule have, and gates of the other layers' attention.
+
+    Attributes:
+        sizes: of a layer.
+        numbers, before, conv, conv_bias, dt_bias, decay, output: see ``StateWeights``.
+        project: W_in: rows of z, q, k, v, b and a.
+        head_norm: of each head's y.
+        query_gate: computes as many numbers as queries have, of layers with attention.
+    """
+
+    sizes: DeltaSizes
+    numbers: Int32Array
+    before: NormWeights
+    project: LinearWeights
+    conv: Float32Array
+    conv_bias: Float32Array
+    dt_bias: Float32Array
+    decay: Float32Array
+    head_norm: NormWeights
+    output: LinearWeights
+    query_gate: LinearWeights
+
+
 class StateMemory(NamedTuple):
     """Memory of a step.
 
     Attributes:
-        projected: float32 [rows * stride].
-        mixed: float32 [rows * mixed], x, B and C after the convolution.
-        steps: float32 [rows * padded_heads], dt.
-        factors: float32 [rows * padded_heads], exp(dt A).
+        projected: float32 [rows * stride]; for a layer's gates of attention, too.
+        mixed: float32 [rows * mixed], x, B and C after the convolution; or q, k and v.
+        steps: float32 [rows * padded_heads], dt; or beta.
+        factors: float32 [rows * padded_heads], exp(dt A); or alpha.
         outputs: float32 [rows * inner], y.
-        gated: [rows, inner], norm(y * silu(z)).
+        gated: [rows, inner], norm(y * silu(z)); or norm(y) * silu(z).
     """
 
     projected: Float32Array
@@ -89,10 +140,10 @@ class StateMemory(NamedTuple):
 
 
 class StateDecoderWeights(NamedTuple):
-    """All weights."""
+    """All weights; ``states`` are ``StateWeights`` or ``DeltaWeights``."""
 
     decoder: DecoderWeights
-    states: StateWeights
+    states: Any
 
 
 class StateWorkspace(NamedTuple):

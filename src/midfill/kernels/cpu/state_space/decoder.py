@@ -1,7 +1,8 @@
 """The forward pass of a decoder some of whose layers have a state: one compiled call per step.
 
 Attention, MLPs and the head are those of ``kernels.cpu.decoder``, over the same memory. All threads
-share each phase; there are no blocks of rows that a thread runs by itself.
+share each phase; there are no blocks of rows that a thread runs by itself. The type of the weights
+says which kind of state a model has, so the pass for one is the code of that one alone.
 """
 
 from typing import Any
@@ -23,6 +24,7 @@ from midfill.kernels.cpu.decoder import (
     added_rows,
     attend_layer,
     compute_logits,
+    has_experts,
     mlp_block,
     norm_rows,
     output_block,
@@ -30,12 +32,18 @@ from midfill.kernels.cpu.decoder import (
     tiling_of,
     touch_pages,
 )
-from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, Stages
+from midfill.kernels.cpu.decoder_data import (
+    Batch,
+    DecoderConfig,
+    DecoderWeights,
+    Stages,
+    Workspace,
+)
 from midfill.kernels.cpu.embedding import embed
-from midfill.kernels.cpu.jit import entry_point, in_child, kernel
+from midfill.kernels.cpu.jit import entry_point, in_child, inlined_kernel, kernel, kernel_by_type
 from midfill.kernels.cpu.kv_cache import KVCache
 from midfill.kernels.cpu.linear import LinearOutput
-from midfill.kernels.cpu.memory import Float32Array, Int64Array
+from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
 from midfill.kernels.cpu.standby import (
     await_run,
     current_run,
@@ -44,7 +52,19 @@ from midfill.kernels.cpu.standby import (
     signature_of,
     start_workers,
 )
-from midfill.kernels.cpu.state_space.data import StateDecoderWeights, StateWorkspace
+from midfill.kernels.cpu.state_space.data import (
+    DeltaWeights,
+    StateDecoderWeights,
+    StateWeights,
+    StateWorkspace,
+)
+from midfill.kernels.cpu.state_space.delta_rule import (
+    apply_delta_rule,
+    compute_gates,
+    convolve_heads,
+    gate_attended,
+    gate_heads,
+)
 from midfill.kernels.cpu.state_space.recurrence import (
     advance_states,
     compute_steps,
@@ -52,7 +72,71 @@ from midfill.kernels.cpu.state_space.recurrence import (
     gate_rows,
 )
 from midfill.kernels.cpu.thread_pool import ThreadContext
-from midfill.kernels.cpu.tiles import OUTPUT_TILES, QKV_TILES
+from midfill.kernels.cpu.tiles import DOWN_TILES, GATE_UP_TILES, OUTPUT_TILES, QKV_TILES
+
+
+@inlined_kernel
+def _advance_state_space(
+    own: StateWeights, context: ThreadContext, layer: int, rows: int, indptr: Int32Array,
+    space: StateWorkspace,
+) -> None:  # fmt: skip
+    memory = space.memory
+    convolve(context, own, layer, indptr, space)
+    compute_steps(context, own, layer, rows, memory)
+    end_phase(context, ROTATE)
+    advance_states(context, own, layer, indptr, space)
+    end_phase(context, ATTENTION)
+    gate_rows(context, own, layer, rows, memory)
+
+
+@inlined_kernel
+def _advance_delta_rule(
+    own: DeltaWeights, context: ThreadContext, layer: int, rows: int, indptr: Int32Array,
+    space: StateWorkspace,
+) -> None:  # fmt: skip
+    memory = space.memory
+    convolve_heads(context, own, layer, indptr, space)
+    compute_gates(context, own, layer, rows, memory)
+    end_phase(context, ROTATE)
+    apply_delta_rule(context, own, layer, indptr, space)
+    end_phase(context, ATTENTION)
+    gate_heads(context, own, layer, rows, memory)
+
+
+@kernel_by_type
+def _advance(own: Any, *_: Any) -> Any:
+    """Advance the states of a layer, and compute what it puts out, before its last product.
+
+    Arguments: (weights, this thread, layer's number among those with a state, rows, first rows of
+    the requests, memory).
+    """
+    return _advance_delta_rule if "query_gate" in own.fields else _advance_state_space
+
+
+@inlined_kernel
+def _leave_as_it_is(
+    own: StateWeights, context: ThreadContext, config: DecoderConfig, layer: int, rows: int,
+    space: StateWorkspace,
+) -> None:  # fmt: skip
+    """Attention has no gates."""
+
+
+@inlined_kernel
+def _gate(
+    own: DeltaWeights, context: ThreadContext, config: DecoderConfig, layer: int, rows: int,
+    space: StateWorkspace,
+) -> None:  # fmt: skip
+    gate_attended(context, config, own, layer, rows, space)
+
+
+@kernel_by_type
+def _finish_attention(own: Any, *_: Any) -> Any:
+    """Gate what attention put out, in models that do.
+
+    Arguments: (weights, this thread, configuration, layer's number among those with attention,
+    rows, memory).
+    """
+    return _gate if "query_gate" in own.fields else _leave_as_it_is
 
 
 @kernel
@@ -75,12 +159,7 @@ def _mix_states(
         ),
     )  # fmt: skip
     end_phase(context, QKV)
-    convolve(context, own, layer, indptr, space)
-    compute_steps(context, own, layer, rows, memory)
-    end_phase(context, ROTATE)
-    advance_states(context, own, layer, indptr, space)
-    end_phase(context, ATTENTION)
-    gate_rows(context, own, layer, rows, memory)
+    _advance(own, context, layer, rows, indptr, space)
     end_phase(context, NORM)
     call_kernel(
         config.linear,
@@ -91,6 +170,25 @@ def _mix_states(
         ),
     )  # fmt: skip
     end_phase(context, OUTPUT)
+
+
+@kernel
+def _mix_experts(
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, layer: int,
+    listed: int, rows: int, hidden: Float32Array, workspace: Workspace,
+) -> None:  # fmt: skip
+    """hidden += a mixture of experts of norm(hidden); ``decoder.mixture_block`` of a layer that is
+    ``listed`` under another number, since ``config`` counts layers with attention only.
+    """
+    start = norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
+    call_kernel(
+        config.mix_experts,
+        (
+            context, config, listed, rows, workspace.normed, start, hidden, workspace.gated,
+            tiling_of(workspace, context, GATE_UP_TILES), tiling_of(workspace, context, DOWN_TILES),
+            workspace.experts,
+        ),
+    )  # fmt: skip
 
 
 @kernel
@@ -120,10 +218,15 @@ def _forward_states(
             attend_layer(
                 context, config, decoder, cache, number, batch, workspace, stages.attend_parts
             )
+            _finish_attention(weights.states, context, config, number, rows, space)
             output_block(context, config, decoder, number, rows, hidden, workspace)
         else:
             _mix_states(context, config, weights, -1 - number, batch, hidden, space)
-        mlp_block(context, config, decoder, layer, rows, hidden, workspace)
+        listed = layer + config.layers - len(weights.states.numbers)
+        if has_experts(config, listed, workspace):
+            _mix_experts(context, config, decoder, layer, listed, rows, hidden, workspace)
+        else:
+            mlp_block(context, config, decoder, layer, rows, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
         compute_logits(context, config, decoder, batch, hidden, workspace)
 

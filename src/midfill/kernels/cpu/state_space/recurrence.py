@@ -28,6 +28,8 @@ from midfill.kernels.cpu.simd import (
     subtract,
 )
 from midfill.kernels.cpu.state_space.data import (
+    DeltaSizes,
+    DeltaWeights,
     StateMemory,
     StateSizes,
     StateWeights,
@@ -35,18 +37,18 @@ from midfill.kernels.cpu.state_space.data import (
 )
 from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
 
-_CHANNEL_BLOCKS = 4
+CHANNEL_BLOCKS = 4
 """Blocks of 16 channels that a thread takes at a time."""
 
 
 @kernel
-def _state_at(sizes: StateSizes, state: int, layer: int) -> int:
+def state_at(sizes: StateSizes | DeltaSizes, state: int, layer: int) -> int:
     """Return where a layer's part of a state begins."""
     return (state * sizes.layers + layer) * sizes.layer_floats
 
 
 @kernel
-def _softplus(x: Float32Array) -> Float32Array:
+def softplus(x: Float32Array) -> Float32Array:
     """Return log(1 + exp(x)) of a vector: max(x, 0) + log(1 + y) with y = exp(-|x|).
 
     log(1 + y) = 2 artanh(s) with s = y / (2 + y), which is at most 1/3: the terms of artanh's
@@ -77,16 +79,16 @@ def compute_steps(
     for row in range(context.thread, rows, context.threads):
         for head in range(0, heads, LANES):
             raw = load(memory.projected, row * sizes.stride + first + head)
-            step = _softplus(add(raw, load(weights.dt_bias, layer * heads + head)))
+            step = softplus(add(raw, load(weights.dt_bias, layer * heads + head)))
             decay = load(weights.decay, layer * heads + head)
             store(memory.steps, row * heads + head, step)
             store(memory.factors, row * heads + head, exp(multiply(step, decay)))
 
 
 @kernel
-def _convolve_channels(
-    weights: StateWeights, layer: int, channel: int, first: int, end: int, memory: StateMemory,
-    values: Float32Array, at: int,
+def convolve_channels(
+    weights: StateWeights | DeltaWeights, layer: int, channel: int, first: int, end: int,
+    memory: StateMemory, values: Float32Array, at: int,
 ) -> None:  # fmt: skip
     """Convolve 16 channels of the rows first <= i < end, whose state's part begins at ``at``."""
     sizes = weights.sizes
@@ -129,16 +131,16 @@ def convolve(
     """
     sizes = weights.sizes
     blocks = sizes.mixed // LANES
-    work = take_work(context.sync, _CHANNEL_BLOCKS)
+    work = take_work(context.sync, CHANNEL_BLOCKS)
     while work < blocks:
-        for block in range(work, min(work + _CHANNEL_BLOCKS, blocks)):
+        for block in range(work, min(work + CHANNEL_BLOCKS, blocks)):
             for request in range(len(indptr) - 1):
-                at = _state_at(sizes, space.requests[request], layer)
-                _convolve_channels(
+                at = state_at(sizes, space.requests[request], layer)
+                convolve_channels(
                     weights, layer, block * LANES, indptr[request], indptr[request + 1],
                     space.memory, space.values, at,
                 )  # fmt: skip
-        work = take_work(context.sync, _CHANNEL_BLOCKS)
+        work = take_work(context.sync, CHANNEL_BLOCKS)
 
 
 @kernel
@@ -200,7 +202,7 @@ def advance_states(
     while work < (len(indptr) - 1) * columns:
         request, block = work // columns, work % columns
         head = block // parts
-        at = _state_at(sizes, space.requests[request], layer)
+        at = state_at(sizes, space.requests[request], layer)
         at += (sizes.conv_width - 1) * sizes.mixed + block * sizes.state_dim * LANES
         _advance(
             sizes, splat(weights.skip[layer * sizes.padded_heads + head]), head, block * LANES,
