@@ -181,6 +181,16 @@ def read_ahead(array: "npt.NDArray[Any]") -> None:
         owner.madvise(mmap.MADV_WILLNEED, first, start + array.nbytes - first)
 
 
+def madvise_address() -> int:
+    """Return the address of the C function madvise, for compiled code; 0 where there is none."""
+    import ctypes
+
+    try:
+        return ctypes.cast(ctypes.CDLL(None).madvise, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError, TypeError):  # Windows has no such function, and no CDLL(None)
+        return 0
+
+
 def _map_of(array: "npt.NDArray[Any]") -> mmap.mmap | None:
     """Return the mapped file that an array views, None if it is in memory."""
     import numpy as np

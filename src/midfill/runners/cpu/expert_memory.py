@@ -18,6 +18,7 @@ from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, Uin
 from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat
 from midfill.models.config import Experts, ModelConfig
+from midfill.system.files import madvise_address
 
 
 def gated_width(config: ModelConfig) -> int:
@@ -89,7 +90,13 @@ def expert_memory(
 
 
 def expert_table(
-    config: ModelConfig, weights: ExpertWeights, memory: ExpertMemory, activation: int, linear: int
+    config: ModelConfig,
+    weights: ExpertWeights,
+    memory: ExpertMemory,
+    activation: int,
+    linear: int,
+    *,
+    on_disk: bool = False,
 ) -> Int64Array:
     """Return the kernel's table.
 
@@ -98,6 +105,7 @@ def expert_table(
         weights, memory: of its mixtures.
         activation: of experts, see ``ExpertSizes``.
         linear: address of the kernel for products with experts, see ``ExpertSizes``.
+        on_disk: whether the experts' matrices are in a mapped file.
     """
     experts = config.experts
     assert experts is not None
@@ -105,7 +113,7 @@ def expert_table(
         experts.count, experts.per_token, int(experts.normalised), experts.ffn, experts.shared_ffn,
         activation, int(experts.shared_gated), int(experts.scoring == "sigmoid"),
         int(experts.corrected), experts.groups, experts.groups_per_token,
-        int(len(weights.down.bias) > 0), linear,
+        int(len(weights.down.bias) > 0), linear, madvise_address() if on_disk else 0,
     )  # fmt: skip
     numbers = {layer: number for number, layer in enumerate(config.expert_layers)}
     return make_table(

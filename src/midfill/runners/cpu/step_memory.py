@@ -239,8 +239,9 @@ class StepMemory:
         )  # fmt: skip
         activation = self._model.weights.gate_up.activation
         return expert_table(
-            self._config, weights, self._expert_memory, activation, self._expert_linear
-        )
+            self._config, weights, self._expert_memory, activation, self._expert_linear,
+            on_disk=self._model.experts_on_disk,
+        )  # fmt: skip
 
     def _activations(self, name: str, size: int, with_values: bool = True) -> Activations:
         blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if self._quantized else 0

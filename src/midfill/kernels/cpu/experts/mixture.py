@@ -21,6 +21,7 @@ from midfill.kernels.cpu.activations import (
 from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.clock import DOWN, GATE_UP, NORM, end_phase
 from midfill.kernels.cpu.decoder_data import DecoderConfig
+from midfill.kernels.cpu.experts.prefetch import ask_for_experts
 from midfill.kernels.cpu.experts.routing import choose_experts, sort_pairs
 from midfill.kernels.cpu.experts.table import (
     CHUNK_ROWS,
@@ -276,6 +277,7 @@ def _mix(
     if context.thread == 0:
         sort_pairs(sizes, memory, rows)
     end_phase(context, NORM)
+    ask_for_experts(context, mixture, layer)
     _gather(context, config.hidden, rows * sizes.per_token, x, x_at, memory)
     end_phase(context, NORM)
     if sizes.shared_ffn > 0:

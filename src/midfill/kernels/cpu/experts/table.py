@@ -71,6 +71,8 @@ class ExpertSizes(NamedTuple):
         biased: 1 if the router and the experts have biases, else 0.
         linear: address of the kernel for products with experts, see ``LINEAR_AT``; 0 is that of all
             others.
+        madvise: address of that function of the system, where the experts' matrices are in a mapped
+            file; 0 where they are in memory.
     """
 
     experts: int
@@ -86,6 +88,7 @@ class ExpertSizes(NamedTuple):
     groups_per_token: int = 1
     biased: int = 0
     linear: int = 0
+    madvise: int = 0
 
 
 class ExpertMemory(NamedTuple):
@@ -227,7 +230,7 @@ def unpack(table: Int64Array) -> Mixture:
     zeros = _floats_at(table, at + 2)
     sizes = ExpertSizes(
         table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7], table[8],
-        table[9], table[10], table[11], table[12],
+        table[9], table[10], table[11], table[12], table[13],
     )  # fmt: skip
     weights = ExpertWeights(
         _matrix(table, 0, _floats_at(table, _bias_at(table, further + 6, at + 2))),
