@@ -140,6 +140,8 @@ class StateLayers(ABC):
         heads, head_dim: of what a layer puts out.
         state_dim: S has head_dim * state_dim numbers.
         conv_width: inputs that an output of the convolution depends on, its own row's included.
+        logarithmic: whether the checkpoint has log(-A), as Hugging Face's do, or A, as GGUF files:
+            a number below 0 of each head, by which its state decays.
     """
 
     layers: tuple[int, ...]
@@ -147,6 +149,7 @@ class StateLayers(ABC):
     head_dim: int
     state_dim: int
     conv_width: int
+    logarithmic: bool = True
 
     @property
     @abstractmethod
@@ -189,15 +192,13 @@ class StateSpace(StateLayers):
     and the layer's output is W_out norm(y * silu(z)).
 
     Attributes:
-        layers, conv_width: see ``StateLayers``.
+        layers, conv_width, logarithmic: see ``StateLayers``.
         heads, head_dim: of x, y and z.
         state_dim: numbers of B and of C, which all heads share.
         conv_bias: whether the convolution has a bias.
-        logarithmic: whether the checkpoint has log(-A), as Hugging Face's do, or A, as GGUF files.
     """
 
     conv_bias: bool = True
-    logarithmic: bool = True
 
     @property
     def mixed(self) -> int:
@@ -227,18 +228,16 @@ class DeltaRule(StateLayers):
     W_out (norm(y) * silu(z)), each head normed by itself.
 
     Attributes:
-        layers, conv_width: see ``StateLayers``.
+        layers, conv_width, logarithmic: see ``StateLayers``.
         heads, head_dim: of v, y and z.
         state_dim: of a head of q or k.
         key_heads: of q and of k; each serves heads / key_heads heads of v.
         tiled: whether head i of v has the key of head i % key_heads, as in GGUF files of Qwen3.5,
             or of head i // (heads / key_heads).
-        logarithmic: whether the checkpoint has log(-A), or A.
     """
 
     key_heads: int = 1
     tiled: bool = False
-    logarithmic: bool = True
 
     @property
     def mixed(self) -> int:

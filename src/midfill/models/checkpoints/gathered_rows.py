@@ -55,9 +55,8 @@ def gathered_rows(config: ModelConfig) -> dict[str, dict[str, Rows]]:
     """
     found: dict[str, dict[str, Rows]] = {}
     if config.gated_attention:
-        both = np.arange(2 * config.query_heads * config.head_dim)
-        by_head = both.reshape(config.query_heads, 2, -1)
-        found["q"] = {"q": by_head[:, 0].ravel(), "q_gate": by_head[:, 1].ravel()}
+        queries, gates = _halves(config.query_heads, config.head_dim)
+        found["q"] = {"q": queries, "q_gate": gates}
     rule = config.state_space
     if isinstance(rule, DeltaRule):
         served = rule.heads // rule.key_heads
@@ -66,9 +65,15 @@ def gathered_rows(config: ModelConfig) -> dict[str, dict[str, Rows]]:
         parts = np.split(by_head, np.cumsum(sizes)[:-1], axis=1)
         q, k, v, z = (part.ravel() for part in parts)
         found["ssm_qkvz"] = {"ssm_qkv": np.concatenate((q, k, v)), "ssm_gate": z}
-        by_head = np.arange(2 * rule.heads).reshape(rule.key_heads, 2, -1)
-        found["ssm_ba"] = {"ssm_beta": by_head[:, 0].ravel(), "ssm_alpha": by_head[:, 1].ravel()}
+        betas, alphas = _halves(rule.key_heads, served)
+        found["ssm_ba"] = {"ssm_beta": betas, "ssm_alpha": alphas}
     return found
+
+
+def _halves(heads: int, size: int) -> tuple[Rows, Rows]:
+    """Return the rows of two modules that take turns: of each head, some of both."""
+    rows = np.arange(2 * heads * size).reshape(heads, 2, size)
+    return rows[:, 0].ravel(), rows[:, 1].ravel()
 
 
 def check_rows(parts: Mapping[str, Rows], shape: tuple[int, ...], source: str) -> None:

@@ -195,7 +195,7 @@ class HuggingFaceCheckpoint:
             }
         split: dict[str, _Entry]
         if family.interleaved_experts:
-            split = split_interleaved(entries)
+            split = {**split_interleaved(entries)}
         elif family.fused_projections:
             split = {**split_fused(entries, self.config)}
         else:

@@ -22,15 +22,17 @@ TOKENS = [7, 30, 12, 99, 5]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no madvise")
 
 
-@pytest.fixture(scope="module", params=["in memory", "on disk"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen2moe", False), ("qwen2moe", True), ("qwen3next", True)],
+    ids=["in memory", "on disk", "on disk beside states"],
+)
 def runner(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CpuRunner]:
-    folder = tmp_path_factory.mktemp("mixture")
-    checkpoint = open_checkpoint(write_variant("qwen2moe", folder / "model"))
-    model = load_packed(
-        checkpoint, "q8", folder=folder / "cache", offload_experts=request.param == "on disk"
-    )
+    folder, (family, on_disk) = tmp_path_factory.mktemp("mixture"), request.param
+    checkpoint = open_checkpoint(write_variant(family, folder / "model"))
+    model = load_packed(checkpoint, "q8", folder=folder / "cache", offload_experts=on_disk)
     runner = CpuRunner(checkpoint.config, model, KVCacheDtype.F32, slots=64, threads=2)
     yield runner
     runner.close()
@@ -59,13 +61,14 @@ def test_each_chosen_expert_is_asked_for_once_and_no_bit_changes(runner: CpuRunn
     table(runner)[AT] = before
     np.testing.assert_array_equal(found, expected)
     assert len(asked) == len(TOKENS) * LAYERS * PER_TOKEN * 2
-    ends = set()
+    ends, experts = set(), runner.config.experts
+    assert experts is not None
     for name in ("experts_in", "experts_out"):
         matrix = runner.model.matrices[name]
         starts = matrix.panels[:, 0].tolist()
         start = matrix.packed.ctypes.data
         ends |= {start + at for at in [*starts[1:], matrix.packed.nbytes]}
-        size = matrix.packed.nbytes // (10 * LAYERS)
+        size = matrix.packed.nbytes // (experts.count * LAYERS)
         own = [(first, end) for first, end in asked if start < end <= start + matrix.packed.nbytes]
         assert len(own) == len(asked) // 2
         for first, end in own:  # the expert's matrices, from the start of their first page
