@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_adapters import END_OF_TEXT, FIM, edit_config, edit_tensors, write_adapter, write_record
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
@@ -292,6 +292,39 @@ def test_an_expert_is_a_module_like_any_other(tmp_path: Path) -> None:
         name = f"layers.0.experts.{expert}.up.weight"
         before, after = (each.tensor(name).to_float32() for each in (plain, adapted))
         np.testing.assert_allclose(after - before, change, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3next", "qwen35"])
+def test_modules_of_several_tensors_change_each_in_its_own_order(
+    family: str, tmp_path: Path
+) -> None:
+    """What is merged is the model whose stored matrices were changed."""
+    base = write_variant(family, tmp_path / "base")
+    folder = write_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    stored = load_file(base / "model.safetensors")
+    names = {
+        name: theirs
+        for name, theirs in stored.items()
+        if re.search(
+            r"layers\.1\.self_attn\.[qkvo]_proj|layers\.2\.linear_attn\.(in|out)_proj", name
+        )
+    }
+    assert len(names) in (7, 9)
+    tensors = {}
+    for name, theirs in names.items():
+        halves = torch.randn(4, theirs.shape[1]), torch.randn(len(theirs), 4)
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {
+            f"{module}.lora_{side}.weight": half for side, half in zip("AB", halves, strict=True)
+        }
+        stored[name] = theirs + 2.0 * halves[1] @ halves[0]  # lora_alpha / rank
+    edit_tensors(folder, lambda _: tensors)
+    changed = Path(shutil.copytree(base, tmp_path / "changed"))
+    save_file(stored, changed / "model.safetensors")
+    adapted, expected = open_model(base, folder), open_checkpoint(changed)
+    for name in expected.names():
+        found = adapted.tensor(name).to_float32()
+        np.testing.assert_allclose(found, expected.tensor(name).to_float32(), atol=1e-4)
 
 
 def test_missing_or_broken_files_are_named(base: Path, folder: Path, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from packed_steps import Sequence, Stepper
 from safetensors.numpy import load_file
+from tiny_adapters import write_adapter
 from tiny_checkpoints import DELTA_RULE, write_tiny
 
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint, open_model
 from midfill.models.config import DeltaRule
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
@@ -231,6 +232,16 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     ours = open_checkpoint(path)
     assert ours.config.layers == 3
     assert not [name for name in ours.names() if name.startswith("layers.3.")]
+
+
+def test_an_adapter_of_heads_in_another_order_is_one_clear_line(tmp_path: Path) -> None:
+    folder = write_tiny("qwen35", tmp_path / "m", linear_num_value_heads=KEY_HEADS * SERVED)
+    theirs = open_checkpoint(folder)
+    path = write(tmp_path / "m.gguf", theirs, converted(folder, "qwen35"))
+    adapter = write_adapter(folder, tmp_path / "adapter", target_modules=["q_proj", "in_proj_z"])
+    open_model(folder, adapter)
+    with pytest.raises(CheckpointError, match="heads in another order there; serve the adapter"):
+        open_model(path, adapter)
 
 
 @pytest.mark.parametrize(

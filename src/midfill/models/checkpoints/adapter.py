@@ -11,13 +11,17 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast, get_args
+
+import numpy as np
 
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.fused_projections import in_key_order
+from midfill.models.checkpoints.gathered_rows import Rows, gathered_rows
 from midfill.models.checkpoints.lora_update import (
     DEFAULT_ROUNDING,
     LoraUpdate,
@@ -26,8 +30,8 @@ from midfill.models.checkpoints.lora_update import (
 )
 from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT, read_needs
 from midfill.models.checkpoints.safetensors_file import SafetensorsFile
-from midfill.models.config import ModelConfig, tensor_shapes
-from midfill.models.families import huggingface_names
+from midfill.models.config import DeltaRule, ModelConfig, tensor_shapes
+from midfill.models.families import FAMILIES, huggingface_names
 from midfill.models.tokens.huggingface_tokenizer import read_json
 from midfill.stored_tensor import StoredTensor
 
@@ -334,6 +338,18 @@ class _TensorReader:
             for name, theirs in huggingface_names(model).items()
             if theirs.endswith(".weight") and len(self._shapes[name]) == 2
         }
+        self._parts = self._find_parts()
+
+    def _find_parts(self) -> dict[str, list[tuple[str, Rows]]]:
+        """Return module -> tensors that are some of its rows, and which, where it isn't one."""
+        modules = FAMILIES[self._model.family].huggingface_modules
+        found = {}
+        for source, own in gathered_rows(self._model).items():
+            for layer in range(self._model.layers):
+                parts = [(f"layers.{layer}.{part}.weight", rows) for part, rows in own.items()]
+                if source in modules and parts[0][0] in self._shapes:
+                    found[f"model.layers.{layer}.{modules[source]}"] = parts
+        return found
 
     def read(self) -> tuple[Mapping[str, LoraUpdate], Mapping[str, ReplacedRows]]:
         """Return updates and replaced rows by canonical tensor name.
@@ -356,13 +372,14 @@ class _TensorReader:
                 rows[self._modules[module]] = self._rows(key, module)
             else:
                 sides.setdefault(module, {})[match["side"]] = key
-        updates = {
-            self._modules[module]: self._update(module, keys) for module, keys in sides.items()
-        }
+        updates: dict[str, Callable[[], LoraUpdate]] = {}
+        for module, keys in sides.items():
+            updates |= self._updates(module, keys)
         return _Updates(updates), rows
 
     def _check_module(self, key: str, module: str) -> None:
-        if module in self._modules:
+        if module in self._modules or module in self._parts:
+            self._check_order(key, module)
             return
         layer = re.match(r"model\.layers\.(\d+)\.", module)
         if layer is not None and int(layer[1]) >= self._model.layers:
@@ -373,26 +390,43 @@ class _TensorReader:
             reason = f"a {self._model.family} model has no such layer"
         raise CheckpointError(f"{self._weights.path}: tensor {key!r} fits nothing: {reason}")
 
-    def _update(self, module: str, keys: Mapping[str, str]) -> Callable[[], LoraUpdate]:
-        """Check an update; return what reads it."""
+    def _check_order(self, key: str, module: str) -> None:
+        """Check that a module's heads are in the order in which adapters have them."""
+        rule = self._model.state_space
+        if not isinstance(rule, DeltaRule) or not rule.tiled or rule.heads == rule.key_heads:
+            return
+        if any(part.startswith("ssm_") for part in self._modules.get(module, "").split(".")):
+            raise CheckpointError(
+                f"{self._weights.path}: tensor {key!r} fits nothing: GGUF files of the base have "
+                "heads in another order there; serve the adapter with the Hugging Face folder"
+            )
+
+    def _updates(self, module: str, keys: Mapping[str, str]) -> dict[str, Callable[[], LoraUpdate]]:
+        """Check an update; return what reads it, by the tensors that it changes."""
         if len(keys) < 2:
             (present,) = keys.values()
             missing = "B" if "A" in keys else "A"
             raise CheckpointError(
                 f"{self._weights.path}: {present!r} has no lora_{missing} beside it"
             )
-        name = self._modules[module]
-        if name == "embed.weight":
+        parts = self._parts.get(module)
+        if parts is None:
+            name = self._modules[module]
+            parts = [(name, np.arange(self._shapes[name][0]))]
+        if parts[0][0] == "embed.weight":
             raise CheckpointError(
                 f"{self._weights.path}: {keys['A']!r} is a LoRA on the embedding, which is not "
                 "supported; use trainable_token_indices"
             )
-        outputs, inputs = self._shapes[name]
+        outputs, inputs = sum(len(rows) for _, rows in parts), self._shapes[parts[0][0]][1]
         rank = self._config.rank(module)
         down = self._stored(keys["A"], (rank, inputs))
         up = self._stored(keys["B"], (outputs, rank))
         scale = self._config.scale(module)
-        return lambda: LoraUpdate(down.to_float32(), up.to_float32(), scale)
+        return {
+            name: partial(_read_update, self._model, name, down, up, rows, scale)
+            for name, rows in parts
+        }
 
     def _rows(self, key: str, module: str) -> ReplacedRows:
         vocab, hidden = self._shapes[self._modules[module]]
@@ -415,6 +449,22 @@ class _TensorReader:
                 f"{CONFIG_FILE} ask for {list(shape)}"
             )
         return StoredTensor(key, entry.shape, entry.kind, self._weights.data(key))
+
+
+def _read_update(
+    model: ModelConfig,
+    name: str,
+    down: StoredTensor,
+    up: StoredTensor,
+    rows: Rows,
+    scale: float,
+) -> LoraUpdate:
+    """Return the update of one tensor, which is some rows of a module, in the tensor's order."""
+    own = up.to_float32()[rows]
+    heads = model.heads_of(name)
+    if model.rotated is not None and heads:
+        own = in_key_order(own, heads, model.rotated).astype(np.float32, copy=False)
+    return LoraUpdate(down.to_float32(), own, scale)
 
 
 class _Updates(Mapping[str, LoraUpdate]):
