@@ -26,6 +26,7 @@ from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.folders import ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
+from midfill.methods.evict.succession import Succession
 from midfill.methods.rows.lazyllm import LazyLLM
 from serving import (
     Answer,
@@ -59,6 +60,7 @@ METHODS = {
     "in blocks": KeepLoudest(1000, interval=1, block_rows=8),
     "with means": HeadSplit(StreamingRule(1, 6, interval=2, mean=True), (True, False)),
     "in fewer bits": RoundOlder(3, interval=2),
+    "once, then in fewer bits": Succession(KeepLoudest(3), RoundOlder(2, interval=3)),
     "half the keys": HalfTheKeys(),
     PRUNING: LazyLLM("0", "0.5"),
     FAILING: FailsAfter(2, interval=3),

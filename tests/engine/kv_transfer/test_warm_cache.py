@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import toy_engine
+from made_methods import small_method
 from tiny_checkpoints import VOCAB, write_variant
 from toy_runner import ToyRunner
 
@@ -19,10 +20,11 @@ from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.folders import ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
+from midfill.methods.registry import methods_of
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from serving import Answer, background, build_engine, request, serve
+from serving import Answer, background, build_engine, request, same, serve
 
 PROMPT = toy_engine.prompt(150)
 STORED = 2 * CHUNK_TOKENS
@@ -313,6 +315,37 @@ def test_loaded_kv_has_the_bits_of_computed_kv(
     assert warm.cached_tokens == 4 * CHUNK_TOKENS
     assert warm.tokens == cold.tokens
     assert warm.logprobs == cold.logprobs
+
+
+@pytest.mark.parametrize("name", methods_of("quantize"))
+def test_of_a_prompt_that_is_quantised_the_exact_kv_is_stored_and_nothing_else(
+    open_tier: OpenTier, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """Blocks are their answer's own: whoever loads the prompt next quantises it alike, or not."""
+    checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+    prompt = random.Random(3).choices(range(1, VOCAB), k=300)
+    sampling = EngineSamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+
+    def answer(method: str, tier: bool = True) -> Answer:
+        runner = CpuRunner.load(
+            checkpoint, slots=512, threads=1, weights="f32", kv_cache_dtype="f32"
+        )
+        methods = {"": None, name: small_method(name, runner.config)}
+        opened = open_tier(runner) if tier else None
+        engine = build_engine(runner, (), methods=methods, warm_tier=opened)
+        found = serve(engine, [request("a", prompt, sampling, method=method)])["a", 0]
+        if tier:
+            engine.kv_traffic.flush(60)
+        runner.close()
+        return found
+
+    cold = {method: answer(method, tier=False) for method in ("", name)}
+    answer(name)
+    assert len(files(tmp_path)) == len(prompt) // CHUNK_TOKENS, "of 340 tokens, an answer included"
+    for method, expected in cold.items():
+        found = answer(method)
+        assert found.cached_tokens >= (4 * CHUNK_TOKENS if not method else 0)
+        assert same(found, expected)
 
 
 # KV that a codec has changed.

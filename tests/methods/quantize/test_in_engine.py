@@ -3,6 +3,7 @@ equal under any load, and with less memory."""
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from tiny_checkpoints import VOCAB, write_variant
 from midfill.config import KVCacheDtypeName
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
-from midfill.methods.registry import methods_of
+from midfill.errors import InvalidRequestError
+from midfill.methods.method import ModelSpecific
+from midfill.methods.registry import methods_of, resolve_method
+from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
@@ -164,3 +168,25 @@ def test_heads_without_exact_keys_and_blocks_of_all_widths_are_attended_to(
     for score, same_score in zip(found.logprobs, other.logprobs, strict=True):
         assert score.logprob == pytest.approx(same_score.logprob, abs=0.05)
     assert 0 < min(held for held in fewest if held) < 60
+
+
+@each_method
+@pytest.mark.parametrize(
+    ("window", "kv_cache_dtype", "message"),
+    [
+        (64, "f16", "needs a model whose layers see the whole text; layers of this one see 64"),
+        (None, "i8", "needs a KV cache of f16, bf16 or f32, not i8 (--kv-cache-dtype)"),
+        (None, "i4", "needs a KV cache of f16, bf16 or f32, not i4 (--kv-cache-dtype)"),
+    ],
+)
+def test_models_whose_keys_cannot_be_quantised_are_refused_in_one_line(
+    llama: Checkpoint, name: str, window: int | None, kv_cache_dtype: str, message: str
+) -> None:
+    config = replace(llama.config, sliding_window=window)
+    method = resolve_method(name)
+    assert isinstance(method, ModelSpecific)
+    with pytest.raises(InvalidRequestError) as refused:
+        method.for_model(ServedModel(config=config, kv_cache_dtype=kv_cache_dtype))
+    assert str(refused.value).startswith(name)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)

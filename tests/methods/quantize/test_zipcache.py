@@ -194,10 +194,13 @@ class TestClasses:
         assert others.tolist() == sorted(ranking[: len(others)].tolist())
         assert found.tolist() == sorted(ranking[len(others) :].tolist())
 
-    def test_have_bits_and_key_ranges_of_their_own_and_share_magnitudes(self) -> None:
+    @pytest.mark.parametrize("key_bits", [0, 3, 4])
+    def test_have_bits_and_key_ranges_of_their_own_and_share_magnitudes(
+        self, key_bits: int
+    ) -> None:
         count = 120
         keys, _ = fake_keys(count)
-        method = SavedScores()
+        method = SavedScores(keys=key_bits)
         _, selection = read_prompt(method, keys, fake_queries(count), text(count))
         assert selection is not None
         assert not len(selection.kept), "all tokens are quantised"
@@ -212,7 +215,7 @@ class TestClasses:
                 assert block.tokens == len(tokens)
                 found, found_values = block.decode(DIM)
                 own = exact[tokens]
-                step = (own.max(axis=0) - own.min(axis=0)) / (2**bits - 1)
+                step = (own.max(axis=0) - own.min(axis=0)) / (2 ** (key_bits or bits) - 1)
                 assert (np.abs(found - own) <= step / 2 + 0.01).all()
                 divided = values[tokens] / magnitudes
                 steps = (divided.max(axis=1) - divided.min(axis=1)) / (2**bits - 1)
@@ -280,18 +283,21 @@ def test_a_large_channel_costs_the_others_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [1024, 2048])
-def test_a_prompt_takes_less_than_a_quarter_of_its_float16_bytes(count: int) -> None:
+@pytest.mark.parametrize(("keys", "share"), [(0, 0.23), (4, 0.245)])
+def test_a_prompt_takes_less_than_a_quarter_of_its_float16_bytes(
+    count: int, keys: int, share: float
+) -> None:
     config = replace(CONFIG, layers=1, kv_heads=1, query_heads=1, head_dim=64)
     rng = np.random.default_rng(0)
     arrays = rng.normal(size=(2, count, 64)).astype(np.float32)
     cells = [np.arange(count, dtype=np.int32)]
-    keys = SequenceKeys(config, cells, ArrayCells(arrays[0], arrays[1]))
+    held_keys = SequenceKeys(config, cells, ArrayCells(arrays[0], arrays[1]))
     queries = rng.normal(size=(1, count, 1, 64)).astype(np.float32)
-    _, selection = read_prompt(ZipCache(), keys, queries, text(count))
+    _, selection = read_prompt(ZipCache(keys=keys), held_keys, queries, text(count))
     assert selection is not None
     blocks, cell = blocks_of(selection), 2 * 2 * 64
     held = sum(block.cells(cell) for block in blocks)
-    assert held * cell <= 0.23 * count * cell
+    assert held * cell <= share * count * cell
     lists = QuantizedBlocks.of_heads([blocks], np.zeros(held, np.int32), cell)
     assert count * cell / (held * cell + lists.nbytes) > 4
     assert lists.nbytes < 0.005 * count * cell
@@ -391,6 +397,7 @@ class TestWindow:
         ({"random": float("nan")}, "random must be a share"),
         ({"high": 5}, "high must be 1, 2, 3, 4, 8 or 16, not 5"),
         ({"low": 0}, "low must be 1"),
+        ({"keys": 16}, "keys must be 0, 1, 2, 3, 4 or 8, not 16"),
         ({"high": 2, "low": 4}, "high must be at least the 4 bits of low"),
         ({"window": -1}, "window must be 0 or more"),
         ({"normalize": "rows"}, "normalize must be one of probes, positions, none"),

@@ -29,7 +29,8 @@ texts.
 Differences: the released code divides the probes' sums by n - i, as if all rows were probes, which
 favours late tokens (``normalize=positions``). At the end of a window it quantises the whole cache
 anew. A class of fewer than four tokens, whose parameters would cost more than they save, stays
-exact, and so does one of 16 bits.
+exact, and so does one of 16 bits. ``keys`` is ours: all keys then have that many bits, and only
+values have more or fewer by saliency.
 """
 
 import sys
@@ -81,6 +82,7 @@ class ZipCache(MethodDefaults):
         salient: share of the tokens that have ``high`` bits.
         high, low: bits per number of salient tokens and of the others: 1, 2, 3, 4 or 8; 16 leaves
             them exact.
+        keys: bits per number of all quantised keys; 0: as many as their token's values have.
         recent: share of the prompt's rows, its last ones, that are probes; at least one row is.
         random: share of the prompt's rows that are probes at random among those before; in the
             answer, with what probability a row is one.
@@ -92,6 +94,7 @@ class ZipCache(MethodDefaults):
     salient: float = 0.6
     high: int = 4
     low: int = 2
+    keys: int = 0
     recent: float = 0.05
     random: float = 0.05
     window: int = 100
@@ -106,6 +109,9 @@ class ZipCache(MethodDefaults):
             require(
                 bits in (*BITS_PER_CODE, EXACT), f"{name} must be 1, 2, 3, 4, 8 or 16, not {bits}"
             )
+        require(
+            self.keys in (0, *BITS_PER_CODE), f"keys must be 0, 1, 2, 3, 4 or 8, not {self.keys}"
+        )
         require(
             self.low <= self.high,
             f"high must be at least the {self.low} bits of low, not {self.high}",
@@ -223,11 +229,12 @@ class ZipCache(MethodDefaults):
 
         Args:
             keys, values: float32 [n, head_dim].
-            bits: per number.
+            bits: per number of the class.
             magnitudes: float16 [head_dim], of the values' channels.
         """
         return QuantizedBlock.of(
-            quantize_channels(keys, bits), quantize_separable(values, bits, magnitudes)
+            quantize_channels(keys, self.keys or bits),
+            quantize_separable(values, bits, magnitudes),
         )
 
     def _recent_rows(self, count: int) -> int:

@@ -32,7 +32,9 @@ class UniformPerToken(ZipCache):
         self, keys: Float32Array, values: Float32Array, bits: int, magnitudes: Float16Array
     ) -> QuantizedBlock:
         """See ``ZipCache.encode``."""
-        return QuantizedBlock.of(quantize_tokens(keys, bits), quantize_tokens(values, bits))
+        return QuantizedBlock.of(
+            quantize_tokens(keys, self.keys or bits), quantize_tokens(values, bits)
+        )
 
 
 class KeysPerToken(Kivi):

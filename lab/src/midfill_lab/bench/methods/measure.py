@@ -10,7 +10,7 @@ import msgspec
 from midfill.errors import MidfillError
 from midfill.methods.method import Method
 from midfill.system.machine import describe_machine
-from midfill_lab.bench.methods.nulls import make_null
+from midfill_lab.bench.methods.nulls import make_null, share_observations
 from midfill_lab.bench.methods.probes import (
     ContextMaker,
     Haystacks,
@@ -135,6 +135,7 @@ class _ModelRun:
             for one in suited
             if one.null
         }
+        share_observations(nulls.values())
         self._methods = [FULL, *(one.specification for one in suited if not one.null)]
         self._nulls = [one.specification for one in suited if one.null]
         found = earlier or ModelResult(model=model, fingerprint=session.fingerprint, backend="")

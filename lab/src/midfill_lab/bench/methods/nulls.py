@@ -15,7 +15,7 @@ Every null of eviction keeps exactly as many cells as its method, but for "no me
 a cell less per streaming head. Random choices follow from the prompt alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import cast
@@ -26,6 +26,7 @@ from midfill.arrays import BoolArray, Float32Array
 from midfill.methods.budget import require
 from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict import compresskv, duoattention, minicache, razorattention, uncomp
+from midfill.methods.evict.accumulated_attention import ObservationMemory
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.h2o import H2O
@@ -36,6 +37,8 @@ from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.evict.streaming_heads import HeadSplit
 from midfill.methods.evict.window_attention import head_attention, window_attention
 from midfill.methods.method import ModelSpecific
+from midfill.methods.quantize.mikv import MiKV
+from midfill.methods.quantize.zipcache import ZipCache
 from midfill.methods.registry import parse_name, resolve_method, split_methods
 from midfill.methods.sentences.method import ChosenSentences
 from midfill.methods.served_model import ServedModel
@@ -451,3 +454,21 @@ def make_null(specification: str, title: str, model: ServedModel) -> Compression
     return NULLS[parse_name(specification)][title](
         _Prepared(settings, cast("CompressionMethod", method), model)
     )
+
+
+def share_observations(nulls: Iterable[object]) -> None:
+    """Have nulls that observe the same rows remember together what these have attended to.
+
+    They decide otherwise on the same scores, and to observe all rows of a prompt takes far longer
+    than to decide.
+    """
+    memories: dict[Hashable, ObservationMemory] = {}
+    for null in nulls:
+        match null:
+            case MiKV():
+                observed: Hashable = MiKV
+            case ZipCache():
+                observed = ZipCache, null.recent, null.random
+            case _:
+                continue
+        vars(null)["memory"] = memories.setdefault(observed, ObservationMemory())
