@@ -26,7 +26,7 @@ from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
-from midfill_lab.bench.methods.nulls import NULLS, make_null, null_titles
+from midfill_lab.bench.methods.nulls import NULLS, make_null, null_titles, share_observations
 from midfill_lab.bench.methods.session import MethodSession
 from midfill_lab.bench.methods.spending import DrawnMethod, cells_per_head
 from serving import build_engine, preempting_every, request, same, serve
@@ -238,6 +238,32 @@ def test_load_and_preemption_change_no_bit(runner: CpuRunner, name: str, title: 
     for at, expected in enumerate(alone):
         assert same(together[f"{at}", 0], expected)
         assert same(again[f"{at}", 0], expected)
+
+
+@pytest.mark.parametrize("specification", ["mikv:ratio=0.3,low=4", "zipcache:high=8,low=4"])
+def test_nulls_that_look_at_the_same_rows_observe_a_prompt_once(
+    runner: CpuRunner, specification: str
+) -> None:
+    def nulls() -> dict[str, CompressionMethod]:
+        served = ServedModel(runner.config)
+        titles = null_titles(specification)
+        return {title: make_null(specification, title, served) for title in titles}
+
+    sampling = EngineSamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
+    tokens = tuple(random.Random(0).choices(range(1, VOCAB), k=150))
+    asked = {title: request("r", tokens, sampling, method=title) for title in nulls()}
+    alone = {
+        title: serve(build_engine(runner, methods=nulls()), [one])["r", 0]
+        for title, one in asked.items()
+    }
+    together = nulls()
+    share_observations(together.values())
+    engine = build_engine(runner, methods=together)
+    found = {title: serve(engine, [one])["r", 0] for title, one in asked.items()}
+    assert all(same(found[title], expected) for title, expected in alone.items())
+    observed = {title for title, answer in found.items() if answer.cached_tokens < 128}
+    apart = {"accumulated score"} if "zipcache" in specification else {"eviction"}
+    assert observed == {next(iter(asked))} | apart
 
 
 def test_the_engine_holds_as_many_slots_under_a_null_as_under_its_method(
