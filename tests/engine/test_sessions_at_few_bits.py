@@ -37,7 +37,7 @@ SERVED = (
     ("i4", "none"),
     ("f32", "kivi:bits=2,residual=16,group=16"),
     ("f32", "gear:block=32,buffer=16"),
-    ("f32", "zipcache:window=8"),
+    ("f32", "zipcache:keys=4,window=8"),
     ("f32", "mikv:interval=8"),
 )
 
