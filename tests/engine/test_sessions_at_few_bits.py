@@ -68,7 +68,9 @@ class Served:
         if preempted_every:
             after = preempting_every(preempted_every)
             asked.append(request("o", OTHER, PARAMS, "another's"))
-        return serve(engine, asked, after_step=after)["r", 0]
+        found = serve(engine, asked, after_step=after)
+        assert all(answer.finish_reason == "length" for answer in found.values())
+        return found["r", 0]
 
 
 @pytest.fixture(scope="module", params=SERVED, ids=" ".join)

@@ -457,3 +457,21 @@ def test_an_answer_is_quantised_window_by_window_and_may_end_inside_one(runner: 
     whole = serve(build_engine(runner, method=ZipCache(window=0)), [request("r", tokens, PARAMS)])
     assert whole["r", 0].logprobs[:12] == found.logprobs[:12]
     assert whole["r", 0].logprobs != found.logprobs
+
+
+def test_a_class_of_a_window_may_be_too_small_to_be_quantised(runner: CpuRunner) -> None:
+    """Of 8 tokens, 3 stay exact, though none of the prompt's did."""
+    exact = []
+
+    def look(one: Engine) -> None:
+        for sequence in one._queues.running:
+            if sequence.kv is not None and sequence.kv.prefix is not None:
+                exact.append(np.diff(sequence.kv.prefix.index.indptr))
+
+    tokens = random.Random(0).choices(range(1, VOCAB), k=100)
+    engine = build_engine(runner, method=ZipCache(window=8))
+    found = serve(engine, [request("r", tokens, PARAMS)], after_step=look)["r", 0]
+    assert found.finish_reason == "length"
+    assert [counts.tolist() for counts in exact[:17:8]] == [
+        [held] * len(exact[0]) for held in (0, 3, 6)
+    ]

@@ -316,7 +316,8 @@ def _token_numbers(kv: SequenceKV, indptr: Int32Array, keys: Int32Array) -> Int3
     counts = np.diff(indptr)
     head = np.repeat(np.arange(len(counts)), counts)
     before = np.diff(prefix.index.indptr)[head]
-    place = prefix.index.indptr[head] + np.minimum(keys, before - 1)
-    later = keys - before + np.int32(kv.first)
-    numbers: Int32Array = np.where(keys < before, prefix.numbers[place], later)
-    return numbers.astype(np.int32)
+    numbers: Int32Array = (keys - before + np.int32(kv.first)).astype(np.int32)
+    is_earlier = keys < before
+    places = prefix.index.indptr[head] + keys
+    numbers[is_earlier] = prefix.numbers[places[is_earlier]]
+    return numbers
