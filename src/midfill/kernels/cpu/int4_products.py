@@ -10,7 +10,7 @@ numbers at a time to bytes 0..15, whose order is that of ``ENTRY_ORDER``.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -368,6 +368,78 @@ class _ValueSums:
         return [builder.sitofp(each, F32_VECTOR) for each in wide]
 
 
+class _WeighedValues(NamedTuple):
+    """Values, and the weights that rows give them.
+
+    Attributes:
+        span, ahead: the values, and what is prefetched meanwhile.
+        weights: each row's pointer to the weights of key 0.
+        first, end: numbers of the keys.
+    """
+
+    span: SpanCode
+    ahead: SpanCode
+    weights: Sequence[Any]
+    first: Any
+    end: Any
+
+
+def _weigh_units(
+    context: Any, builder: ir.IRBuilder, values: _WeighedValues, dim: Any, units: range
+) -> Sums:
+    """Return the weighted sums of some units, counted from dimension ``dim``, over all keys."""
+    rows = len(values.weights)
+    totals = Sums(builder, rows, 2 * len(units))
+    group_sums = _ValueSums(context, builder, rows, len(units))
+    start_group = builder.sdiv(values.first, integer(UNIT))
+    groups = builder.sdiv(builder.add(values.end, integer(UNIT - 1)), integer(UNIT))
+    with cgutils.for_range(builder, groups, start=start_group, intp=I64) as group:
+        start_key = builder.mul(group.index, integer(UNIT))
+        blocks = [builder.gep(row, [start_key]) for row in values.weights]
+        offsets = [_load_integer(builder, b, integer(_UNIT_WORDS + 1)) for b in blocks]
+        group_sums.start(offsets)
+        _add_group(builder, group_sums, values, start_key, blocks, dim, units)
+        for r, block in enumerate(blocks):
+            scale = broadcast(builder, _load_float(builder, block, integer(_UNIT_WORDS)))
+            for column, value in enumerate(group_sums.row(r)):
+                totals.add(r, column, value, scale)
+    return totals
+
+
+def _add_group(
+    builder: ir.IRBuilder, sums: _ValueSums, values: _WeighedValues, start_key: Any,
+    blocks: Sequence[Any], dim: Any, units: range,
+) -> None:  # fmt: skip
+    """Add the values of up to 32 keys from ``start_key`` on, a few keys at a time.
+
+    Args:
+        sums: where they are added.
+        values: see ``_weigh_units``.
+        start_key: a multiple of 32.
+        blocks: each row's pointer to the weights of these keys.
+        dim, units: see ``_weigh_units``; the first unit prefetches.
+    """
+    keys = sums.keys
+    left = builder.sub(values.end, start_key)
+    full = builder.icmp_signed("<", left, integer(UNIT))
+    count = builder.select(full, left, integer(UNIT))
+    count = builder.sdiv(builder.add(count, integer(keys - 1)), integer(keys))
+    quants = [builder.bitcast(block, I8.as_pointer()) for block in blocks]
+    located = values.span.locate(start_key, UNIT)
+    fetched = values.ahead.locate(start_key, UNIT) if units.start == 0 else None
+    with cgutils.for_range(builder, count, intp=I64) as few:
+        offset = builder.mul(few.index, integer(keys))
+        if fetched is not None:
+            fetched.prefetch(offset, keys)
+        entries = [located.entry(builder.add(offset, integer(i))) for i in range(keys)]
+        pointers = [builder.gep(row, [offset]) for row in quants]
+        for place, unit in enumerate(units):
+            number = builder.add(dim, integer(unit * UNIT))
+            byte = builder.ashr(number, integer(1))
+            unpacked = [_unpack(builder, builder.gep(e, [byte])) for e in entries]
+            sums.add(place, unpacked, pointers)
+
+
 def _weigh_int4(rows: int, units: int) -> Any:
     """Generate the kernel for ``rows`` rows of weights and ``units`` * 32 dimensions."""
 
@@ -392,45 +464,11 @@ def _weigh_int4(rows: int, units: int) -> Any:
             weight_rows = row_pointers(builder, start, stride, rows)
             start = address(context, builder, kinds[9], sums, to)
             targets = row_pointers(builder, start, head_dim, rows)
+            weighed = _WeighedValues(span, prefetched, weight_rows, first, end)
             together = 2 if 2 * rows * _sums_per_unit(context) <= _sum_registers(context) else 1
             for part in range(0, units, together):
-                width = min(together, units - part)
-                totals = Sums(builder, rows, 2 * width)
-                group_sums = _ValueSums(context, builder, rows, width)
-                keys = group_sums.keys
-                start_group = builder.sdiv(first, integer(UNIT))
-                groups = builder.sdiv(builder.add(end, integer(UNIT - 1)), integer(UNIT))
-                with cgutils.for_range(builder, groups, start=start_group, intp=I64) as group:
-                    start_key = builder.mul(group.index, integer(UNIT))
-                    blocks = [builder.gep(row, [start_key]) for row in weight_rows]
-                    offsets = [_load_integer(builder, b, integer(_UNIT_WORDS + 1)) for b in blocks]
-                    group_sums.start(offsets)
-                    left = builder.sub(end, start_key)
-                    full = builder.icmp_signed("<", left, integer(UNIT))
-                    count = builder.select(full, left, integer(UNIT))
-                    count = builder.sdiv(builder.add(count, integer(keys - 1)), integer(keys))
-                    quants = [builder.bitcast(block, I8.as_pointer()) for block in blocks]
-                    located = span.locate(start_key, UNIT)
-                    fetched = prefetched.locate(start_key, UNIT) if part == 0 else None
-                    with cgutils.for_range(builder, count, intp=I64) as few:
-                        offset = builder.mul(few.index, integer(keys))
-                        if fetched is not None:
-                            fetched.prefetch(offset, keys)
-                        entries = [
-                            located.entry(builder.add(offset, integer(i))) for i in range(keys)
-                        ]
-                        pointers = [builder.gep(row, [offset]) for row in quants]
-                        for unit in range(width):
-                            number = builder.add(dim, integer((part + unit) * UNIT))
-                            byte = builder.ashr(number, integer(1))
-                            unpacked = [_unpack(builder, builder.gep(e, [byte])) for e in entries]
-                            group_sums.add(unit, unpacked, pointers)
-                    for r, block in enumerate(blocks):
-                        scale = broadcast(
-                            builder, _load_float(builder, block, integer(_UNIT_WORDS))
-                        )
-                        for column, value in enumerate(group_sums.row(r)):
-                            totals.add(r, column, value, scale)
+                some = range(part, min(part + together, units))
+                totals = _weigh_units(context, builder, weighed, dim, some)
                 totals.write([builder.gep(target, [integer(part * UNIT)]) for target in targets])
 
         for_known(builder, head_dim, _KNOWN_DIMS, generate)
