@@ -136,6 +136,25 @@ def background(request_id: str, prompt: Iterable[int], tenant: str = "") -> Engi
     )
 
 
+def serve_waiting(
+    engine: Engine, requests: SequenceOf[EngineRequest]
+) -> tuple[dict[tuple[str, int], Answer], list[int]]:
+    """Answer requests one after the other, of which the last has arrived before any is answered.
+
+    Returns:
+        The answers, and how many tokens the last request could copy, for each step that it waited.
+    """
+    estimates: list[int] = []
+
+    def note(one: Engine) -> None:
+        for waiting in one._queues.sequences_of(requests[-1].request_id):
+            if waiting.kv is None:
+                estimates.append(waiting.method.found_elsewhere(waiting, 0))
+
+    busy = EngineRequest(request_id="busy", token_ids=[9, 9], sampling=EngineSamplingParams())
+    return serve(engine, [busy, *requests], after_step=note), estimates
+
+
 def preempting_every(steps: int) -> Callable[[Engine], None]:
     """Return what preempts all running sequences after every so many steps, see ``serve``."""
     numbers = count(1)

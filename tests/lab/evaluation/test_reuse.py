@@ -82,14 +82,61 @@ def test_few_carets_tell_nothing() -> None:
         choose_reuse(report({CHEAP: 0.0}, carets=0, without=7))
 
 
+def test_as_many_carets_are_needed_as_make_an_interval_of_the_margin() -> None:
+    """One first line in twenty turns right or wrong, as many of them right as wrong."""
+    margin, carets = 0.01, 1921
+    exact = report({CHEAP: 0.0}, carets=carets)
+    chance = random.Random(1)
+    jumps = [
+        msgspec.structs.replace(
+            jump, answers={CHEAP: answer(jump.exact.right != (chance.random() < 0.05), 300)}
+        )
+        for jump in exact.jumps
+    ]
+    (found,) = choose_reuse(msgspec.structs.replace(exact, jumps=jumps), margin=margin).results
+    assert found.gained + found.lost == pytest.approx(0.05, abs=0.01)
+    assert found.gained - found.lost == pytest.approx(found.difference.value)
+    assert found.carets_needed(margin) == pytest.approx(carets, rel=0.2)
+    width = found.difference.high - found.difference.low
+    assert width / 2 == pytest.approx(margin, rel=0.2)
+    assert found.carets_needed(1.0) == 1000
+
+
 def test_tables_show_the_curve() -> None:
     page = choose_reuse(report({DEAR: 0.1, CHEAP: 0.3}, without=10)).tables().markdown()
     lines = [line for line in page.splitlines() if line.startswith("| cacheblend")]
     assert [line.split(" | ")[0] for line in lines] == [f"| {CHEAP}", f"| {DEAR}"]
     assert lines[0].split(" | ")[1:3] == ["0.30", "0.38"]
+    assert lines[0].split(" | ")[6].replace(",", "").isdigit()
     assert "2010 jumps in 100 files" in page
     assert "for 2000 KV was found elsewhere" in page
     assert "Reuse: off. Off: none is within 0.5 points" in page
+
+
+def test_unsure_answers_are_shown_as_if_they_were_computed_exactly() -> None:
+    """Of four answers, the two that are not sure are wrong, and so is a sure one."""
+    exact = answer(True, 1000)
+    own = [answer(number < 1, 300, same=number < 1) for number in range(4)]
+    sure = [0.9, 0.9, 0.2, 0.05]
+    made = report({CHEAP: 0.0}, carets=4)
+    jumps = [
+        msgspec.structs.replace(
+            jump,
+            exact=exact,
+            answers={CHEAP: msgspec.structs.replace(each, confidence=confidence)},
+        )
+        for jump, each, confidence in zip(made.jumps, own, sure, strict=True)
+    ]
+    page = choose_reuse(msgspec.structs.replace(made, jumps=jumps)).tables().markdown()
+    rows = [line.split(" | ") for line in page.splitlines() if f"{CHEAP} (4)" in line]
+    assert [row[1:4] for row in rows] == [
+        ["0.1", "75%", "0.55"],
+        ["0.3", "50%", "0.80"],
+        ["0.5", "50%", "0.80"],
+        ["0.7", "50%", "0.80"],
+    ]
+    assert [row[4].split()[0] for row in rows] == ["-50.0", "-25.0", "-25.0", "-25.0"]
+    assert "Unsure answers" not in choose_reuse(made).tables().markdown()
 
 
 def test_what_was_measured_is_noted() -> None:

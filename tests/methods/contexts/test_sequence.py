@@ -106,6 +106,14 @@ def test_answers_are_those_computed_by_hand(
     assert ask(ape(one), FILES[:count]).tokens == expected
 
 
+def test_a_file_that_is_shown_twice_and_one_of_one_token(runner: CpuRunner) -> None:
+    files = [FILES[0], [11], FILES[0]]
+    expected = by_hand(runner, files, APE, 8)
+    engine = ape(runner)
+    assert ask(engine, files).tokens == expected
+    assert ask(engine, files[::-1]).tokens == by_hand(runner, files[::-1], APE, 8)
+
+
 @pytest.mark.parametrize("budget", [7, 64])
 def test_load_changes_no_bit(runner: CpuRunner, budget: int) -> None:
     engine = ape(runner, budget)

@@ -14,9 +14,11 @@ from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.errors import InvalidRequestError
 from midfill.kv.donor_index import DonorIndex
 from midfill.methods.registry import resolve_method
+from midfill.methods.reuse import cachecraft
 from midfill.methods.reuse import sequence as blending
 from midfill.methods.reuse.cachecraft import (
     CacheCraft,
@@ -30,7 +32,7 @@ from midfill.methods.reuse.cachecraft import (
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
-from serving import Answer, build_engine, preempting_every, request, same, serve
+from serving import Answer, build_engine, preempting_every, request, same, serve, serve_waiting
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
 CRAFT = CacheCraft(every=1)
@@ -357,6 +359,18 @@ def test_edges(runner: CpuRunner) -> None:
             assert len(ask(engine, shown(order)).tokens) == PARAMS.max_tokens
 
 
+def test_chunks_that_share_a_digest_copy_nothing_of_each_other(
+    runner: CpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cachecraft, "_digest", lambda tokens: b"")
+    engine = engine_of(runner, CacheCraft(every=1, alpha=0.0))
+    ask(engine, shown("AB"))
+    assert same(ask(engine, shown("CD")), exact(runner, shown("CD")))
+    assert engine.stats().reused_tokens == 0
+    ask(engine, shown("DC"))
+    assert engine.stats().reused_tokens > 0, "equal text is still found"
+
+
 def test_blended_kv_is_found_by_no_request_that_expects_exact_kv(runner: CpuRunner) -> None:
     engine = engine_of(runner)
     ask(engine, shown("AB"))
@@ -390,11 +404,13 @@ def test_chunks_and_other_requests_change_no_bit(runner: CpuRunner, budget: int)
 
 def test_text_that_is_evicted_while_a_request_waits_is_computed(llama: Checkpoint) -> None:
     runner = CpuRunner.load(llama, slots=240, threads=1, weights="f32", kv_cache_dtype="f32")
-    engine = engine_of(runner)
+    engine = engine_of(runner, batching=SarathiServe(128, 1))
     ask(engine, shown("AB"))
     filler = Shown([7, *text(200, 8)], ())
-    found = serve(engine, [filler.asked("f", "none")], arrivals={1: [shown("BA").asked()]})
+    found, estimates = serve_waiting(engine, [filler.asked("f", "none"), shown("BA").asked()])
+    assert estimates[0] > 0, "it was there on arrival"
     assert same(found["r", 0], exact(runner, shown("BA")))
+    assert engine.stats().reused_tokens == 0
     runner.close()
 
 

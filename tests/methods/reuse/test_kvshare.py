@@ -26,7 +26,16 @@ from midfill.methods.reuse.method import LayerKV
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
-from serving import Answer, FixedCost, build_engine, preempting_every, request, same, serve
+from serving import (
+    Answer,
+    FixedCost,
+    build_engine,
+    preempting_every,
+    request,
+    same,
+    serve,
+    serve_waiting,
+)
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 SHARE = KVShare(check_layer=0, ratio=0.2, eps=0.0, refresh=0)
@@ -288,11 +297,12 @@ def test_short_prompts_and_all_or_nothing_reused(runner: CpuRunner, tokens: list
 
 def test_a_donor_that_is_evicted_while_a_request_waits_is_not_used(llama: Checkpoint) -> None:
     runner = CpuRunner.load(llama, slots=330, threads=1, weights="f32", kv_cache_dtype="f32")
-    by_hits = OrderedAdmission(SarathiServe(128, 8), HighestHitRate())
-    engine = after(engine_of(runner, batching=by_hits), DONOR)
+    engine = after(engine_of(runner, batching=SarathiServe(128, 1)), DONOR)
     filler = asked("f", [7, *text(290, 8)], "none")
-    found = serve(engine, [filler], arrivals={1: [asked("r", EDITED)]})
+    found, estimates = serve_waiting(engine, [filler, asked("r", EDITED)])
+    assert estimates[0] > 0, "it was there on arrival"
     assert same(found["r", 0], exact(runner, EDITED))
+    assert engine.stats().reused_tokens == 0
     runner.close()
 
 

@@ -14,6 +14,8 @@ from tiny_checkpoints import VOCAB, write_variant
 from midfill.arrays import Int64Array
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.kv import donor_index
 from midfill.kv.pool import KVPool
 from midfill.kv.token_runs import find_runs
 from midfill.methods.reuse import sequence as blending
@@ -31,6 +33,7 @@ from serving import (
     request,
     same,
     serve,
+    serve_waiting,
     torch_runner,
 )
 
@@ -398,6 +401,23 @@ def test_a_small_pool_evicts_sources_and_still_answers(llama: Checkpoint) -> Non
         engine = engine_of(runner, ALL)
         assert same(found, expected)
     runner.close()
+
+
+def test_text_that_is_evicted_while_a_request_waits_is_computed(small_pool: CpuRunner) -> None:
+    engine = after(engine_of(small_pool, batching=SarathiServe(128, 1)), FIRST)
+    filler = asked("f", [7, *text(290, 8)], "none")
+    found, estimates = serve_waiting(engine, [filler, asked("r", JUMP)])
+    assert estimates[0] > len(BODY), "all of it was there on arrival"
+    assert same(found["r", 0], exact(small_pool, JUMP))
+    assert engine.stats().reused_tokens == 0
+
+
+def test_windows_that_share_a_hash_change_no_answer(runner: CpuRunner) -> None:
+    alone = ask(after(engine_of(runner), FIRST), JUMP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(donor_index, "_FACTOR", np.uint64(0))  # all windows have one hash
+        patch.setattr(donor_index, "_MAX_PLACES", 10_000)
+        assert same(ask(after(engine_of(runner), FIRST, [1, *text(90, 5)]), JUMP), alone)
 
 
 def test_beside_prompts_that_prefill_by_layers_it_is_blended_in_chunks(runner: CpuRunner) -> None:

@@ -74,6 +74,8 @@ class JumpAnswer(msgspec.Struct, frozen=True, kw_only=True):
         divergence: KL of the first token's distribution from the exact one, in nats.
         right: whether the first line is that of the file.
         same: whether it is that of the exact answer.
+        confidence: the model's estimate that it is right; None if it has no rule for that, and in
+            reports of earlier versions.
     """
 
     ttft_seconds: float
@@ -82,6 +84,7 @@ class JumpAnswer(msgspec.Struct, frozen=True, kw_only=True):
     divergence: float
     right: bool
     same: bool
+    confidence: float | None = None
 
 
 class Jump(msgspec.Struct, frozen=True, kw_only=True):
@@ -382,4 +385,5 @@ def _judged(own: Measured, exact: Measured, hole: Problem) -> JumpAnswer:
         divergence=max(float((np.exp(p) * (p - q)).sum()), 0.0),
         right=is_exact_first_line(own.answer, hole.hole),
         same=own.answer == exact.answer,
+        confidence=own.confidence,
     )

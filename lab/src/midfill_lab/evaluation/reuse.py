@@ -6,6 +6,7 @@ are too few, or no method is that good, nothing is taken from elsewhere.
 """
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from midfill_lab.reporting import ResultTable
 
 MARGIN = 0.005
 LEAST_CARETS = 1000
+_CONFIDENCES = (0.1, 0.3, 0.5, 0.7)
 
 
 class MethodResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,7 @@ class MethodResult(msgspec.Struct, frozen=True, kw_only=True):
         ttft: time to the first token, as a share of the exact answer's; the median.
         right: first lines that are right.
         difference: the same minus exact, paired by jump.
+        gained, lost: shares of first lines that only it has right, and only exact answers.
         same: first lines that are those of exact answers.
         mean_divergence, median_divergence: KL of the first token's distribution from the exact one.
     """
@@ -43,9 +46,20 @@ class MethodResult(msgspec.Struct, frozen=True, kw_only=True):
     ttft: float
     right: Estimate
     difference: Estimate
+    gained: float
+    lost: float
     same: Estimate
     mean_divergence: float
     median_divergence: float
+
+    def carets_needed(self, margin: float) -> int:
+        """Return how many carets can tell that it is within a margin, if it is as good as exact.
+
+        With n carets that are independent, a share d of which has another answer right, the 95%
+        interval of a difference of 0 ends 1.96 sqrt(d / n) below it.
+        """
+        changed = self.gained + self.lost
+        return max(LEAST_CARETS, math.ceil(changed * (1.96 / margin) ** 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +71,7 @@ class ReuseChoice:
         carets: for so many jumps KV was taken from elsewhere.
         right: first lines of exact answers that are right.
         results: of the methods, that with the least work first.
+        margin: how much worse than exact first lines may be, 0 to 1.
         method: the chosen one's specification; "off" if it is none.
         reason: why, in a line.
     """
@@ -65,6 +80,7 @@ class ReuseChoice:
     carets: int
     right: Estimate
     results: Sequence[MethodResult]
+    margin: float
     method: str
     reason: str
 
@@ -77,14 +93,58 @@ class ReuseChoice:
                 "time": "1.00",
                 "first line right": estimate_cell(self.right),
                 "minus exact, points": "",
+                "only it right / only exact": "",
+                "carets needed": "",
                 "first line as exact": "",
                 "KL": "",
                 "KL, median": "",
             },
-            *(_row(result) for result in self.results),
+            *(_row(result, self.margin) for result in self.results),
         ]
         title = f"Jumps of the caret, {self.carets} with KV from elsewhere"
-        return ReportTables([ResultTable(title=title, rows=rows)], self._caption())
+        tables = [ResultTable(title=title, rows=rows)]
+        if sure := [row for method in self.results for row in self._sure_rows(method.method)]:
+            tables.append(ResultTable(title="Unsure answers computed exactly", rows=sure))
+        return ReportTables(tables, self._caption())
+
+    def _sure_rows(self, method: str) -> list[dict[str, str]]:
+        """Return rows of a method whose unsure answers are computed again, with exact KV."""
+        known = [
+            (jump.answer(method), jump.exact, jump.group)
+            for jump in self.report.jumps
+            if jump.answers and jump.answer(method).confidence is not None
+        ]
+        rows = []
+        for least in _CONFIDENCES if known else ():
+            sure = [(own.confidence or 0.0) >= least for own, _, _ in known]
+            pairs = [
+                (own if kept else exact, exact)
+                for kept, (own, exact, _) in zip(sure, known, strict=True)
+            ]
+            again = sum(
+                exact.row_layers
+                for kept, (_, exact, _) in zip(sure, known, strict=True)
+                if not kept
+            )
+            work = sum(own.row_layers for own, _, _ in known) + again
+            groups = [group for _, _, group in known]
+            difference = estimate_difference(
+                [float(exact.right) for _, exact in pairs], [float(own.right) for own, _ in pairs],
+                groups,
+            )  # fmt: skip
+            rows.append(
+                {
+                    "method": f"{method} ({len(known)})",
+                    "sure from": f"{least:g}",
+                    "sure": f"{fmean(sure):.0%}",
+                    "rows x layers": f"{work / sum(exact.row_layers for _, exact, _ in known):.2f}",
+                    "minus exact, points": estimate_cell(difference, signed=True),
+                    "first line as exact": estimate_cell(
+                        estimate_share([own.same for own, _ in pairs], groups)
+                    ),
+                }
+            )
+        return rows
 
     def _caption(self) -> str:
         report = self.report
@@ -99,7 +159,11 @@ class ReuseChoice:
             " these. Rows x layers: until the first token, as a share of exact. Time: to the first"
             " token, as a share of the exact answer's, the median. KL: of the first token's"
             " distribution from the exact one, in nats. First lines: percent with 95% intervals"
-            f" (bootstrap over files, differences paired). {report.machine}; load"
+            " (bootstrap over files, differences paired). Carets needed: for a 95% interval of"
+            f" {100 * self.margin:g} points about a difference of none, if as many answers turn"
+            " right or wrong and carets are independent. Sure: answers whose first line is right"
+            " with at least this probability, as the model estimates; all others are computed a"
+            f" second time, exactly, and all of that counts as work. {report.machine}; load"
             f" {report.load:.1f} when it began."
         )
 
@@ -114,7 +178,7 @@ class ReuseChoice:
             "jumps": len(report.jumps),
             "carets": self.carets,
             "seed": report.options.seed,
-            "margin": MARGIN,
+            "margin": self.margin,
             "reason": self.reason,
             "methods": {
                 result.method: {
@@ -154,6 +218,7 @@ def choose_reuse(report: JumpReport, *, margin: float = MARGIN) -> ReuseChoice:
             [jump.exact.right for jump in counted], [jump.group for jump in counted]
         ),
         results=results,
+        margin=margin,
         method=method,
         reason=reason,
     )
@@ -186,19 +251,23 @@ def _result(jumps: Sequence[Jump], method: str) -> MethodResult:
         ),
         right=estimate_share([answer.right for answer in own], groups),
         difference=estimate_difference(of_exact, right, groups),
+        gained=fmean(max(a - b, 0.0) for a, b in zip(right, of_exact, strict=True)),
+        lost=fmean(max(b - a, 0.0) for a, b in zip(right, of_exact, strict=True)),
         same=estimate_share([answer.same for answer in own], groups),
         mean_divergence=fmean(divergences),
         median_divergence=median(divergences),
     )
 
 
-def _row(result: MethodResult) -> dict[str, str]:
+def _row(result: MethodResult, margin: float) -> dict[str, str]:
     return {
         "method": result.method,
         "rows x layers": f"{result.work:.2f}",
         "time": f"{result.ttft:.2f}",
         "first line right": estimate_cell(result.right),
         "minus exact, points": estimate_cell(result.difference, signed=True),
+        "only it right / only exact": f"{100 * result.gained:.1f} / {100 * result.lost:.1f}",
+        "carets needed": f"{result.carets_needed(margin):,}",
         "first line as exact": estimate_cell(result.same),
         "KL": f"{result.mean_divergence:.3f}",
         "KL, median": f"{result.median_divergence:.4f}",

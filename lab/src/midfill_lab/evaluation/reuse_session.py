@@ -31,7 +31,10 @@ NO_METHODS: Mapping[str, Method] = {}
 
 
 class Measured(NamedTuple):
-    """One request: its cost until the first token's logits, these, and the answer's first line."""
+    """One request: its cost until the first token's logits, these, and the answer's first line.
+
+    ``confidence`` is the model's estimate that the line is right; None if it has no rule for that.
+    """
 
     ttft_seconds: float
     row_layers: int
@@ -40,6 +43,7 @@ class Measured(NamedTuple):
     reused_tokens: int
     log_probabilities: Float32Array
     answer: str
+    confidence: float | None = None
 
 
 class ReuseSession:
@@ -119,8 +123,11 @@ class ReuseSession:
         Raises:
             GenerationError: the engine failed.
         """
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=("\n",))
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, stop=("\n",), min_confidence=0.0
+        )
         response, text = PromptGeneration(prompt, sampling, self.tokenizer), ""
+        confidence = None
         name = f"{next(self._numbers)}"
         self._counter.start()
         self._engine.add(prompt.with_method(method).request(name, sampling, tenant))
@@ -131,6 +138,7 @@ class ReuseSession:
                 delta = None if response.finished else response.push(output)
                 if delta is not None:
                     text += delta.text
+                    confidence = delta.confidence or confidence
                     if delta.finish_reason is not None and output.finish_reason is None:
                         self._engine.cancel(name)
         counter, usage = self._counter, response.usage
@@ -138,6 +146,7 @@ class ReuseSession:
         return Measured(
             counter.seconds, counter.row_layers, counter.key_pairs, usage.cached_tokens,
             usage.reused_tokens, counter.log_probabilities, text,
+            None if confidence is None else confidence.estimate,
         )  # fmt: skip
 
     def _count(self, runner: Runner) -> Runner:
