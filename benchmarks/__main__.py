@@ -14,6 +14,7 @@ COMMANDS = {
     "cascade": "cascade",
     "codecs": "codecs",
     "compare": "compare.commands",
+    "conversations": "conversations.measure",
     "decode-length": "decode_length",
     "disaggregation": "disaggregation.measure",
     "evaluation-page": "evaluation.commands",

@@ -195,6 +195,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         allow_methods: names of the methods that requests may choose; "any" allows all.
         reuse: takes KV of infilling prompts from elsewhere whose requests name no method: a
             specification, "off", or "auto" for what was measured of the model. Servers ask for it.
+        sentence_encoder: folder of the model by which methods embed texts; None: they do without.
         warm_tier: where KV is kept that may be evicted or lost.
     """
 
@@ -320,6 +321,16 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             " --method is given; off, never. The exact KV follows in idle time.",
         ),
     ] = "auto"
+    sentence_encoder: Annotated[
+        str | None,
+        Flag(
+            panel="Advanced",
+            kind="folder",
+            metavar="FOLDER",
+            help="A sentence-transformers folder of a BERT model such as all-MiniLM-L6-v2, for"
+            " methods that find topics in conversations.",
+        ),
+    ] = None
     warm_tier: WarmTierOptions = WarmTierOptions()
 
     @property

@@ -66,6 +66,7 @@ class LoadOptions(TypedDict, total=False):
         method: compresses the KV of every prompt, as in "cake:budget=256", or takes it from
             elsewhere, as in "cacheblend"; see ``midfill methods``.
         scheduler: what a step runs and who is admitted next, as in "shortest-first:ageing=20".
+        sentence_encoder: folder of a model such as all-MiniLM-L6-v2, for methods that find topics.
     """
 
     backend: Backend
@@ -78,6 +79,7 @@ class LoadOptions(TypedDict, total=False):
     speculation: bool
     method: str
     scheduler: str
+    sentence_encoder: str | None
 
 
 class InProcessEngine:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.config import ModelOptions, WarmTierOptions
@@ -22,8 +23,10 @@ from midfill.engine.scheduling.policies.online_first import OnlineFirst
 from midfill.engine.scheduling.policies.ordered_admission import OrderedAdmission
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.shortest_first import ShortestPromptFirst
-from midfill.errors import OptionError
+from midfill.errors import CheckpointError, OptionError
+from midfill.methods.episodes.method import EpisodicMethod
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.sentence_encoder import SentenceEncoder
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
 from serving import request, serve
@@ -76,6 +79,28 @@ def test_loading_counts_from_the_given_start(tiny_folder: Path) -> None:
     started = time.perf_counter() - 1000.0
     _, _, info = load_engine(open_checkpoint(tiny_folder), options, started=started)
     assert info.load_seconds >= 1000.0
+
+
+def test_methods_are_given_the_sentence_encoder(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ModelOptions(
+        backend="cpu", threads=1, kv_memory=4 * 2**20, allow_methods=("any",),
+        sentence_encoder=str(tmp_path),
+    )  # fmt: skip
+    checkpoint = open_checkpoint(tiny_folder)
+    with pytest.raises(CheckpointError, match="is no folder of a sentence encoder"):
+        load_engine(checkpoint, options)
+    encoder = SentenceEncoder({}, {"num_hidden_layers": 0, "num_attention_heads": 1,
+        "layer_norm_eps": 0.0, "hidden_size": 8}, None)  # type: ignore[arg-type]  # fmt: skip
+    monkeypatch.setattr(SentenceEncoder, "open", lambda _: encoder)
+    for encodes, given in ((True, options), (False, replace(options, sentence_encoder=None))):
+        engine, runner, _ = load_engine(checkpoint, given)
+        method = engine.find_method("epicache:budget=8")
+        assert isinstance(method, EpisodicMethod)
+        assert (method.encode is not None) == encodes
+        assert isinstance(runner, CpuRunner)
+        runner.close()
 
 
 def test_an_order_sees_more_of_the_queue_than_first_come_first_served() -> None:

@@ -4,9 +4,11 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 
+from midfill.arrays import Float32Array
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.kv_transfer.transfers import IdentitySource, layout_name
@@ -38,6 +40,7 @@ from midfill.models.checkpoints.model_record import reuse_method_of
 from midfill.models.checkpoints.model_store import command_options
 from midfill.models.checkpoints.opening import model_digest
 from midfill.models.config import ModelConfig
+from midfill.models.sentence_encoder import SentenceEncoder
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
@@ -85,9 +88,12 @@ def load_engine(
     reuse = infilling_method(options.reuse, options.method, reuse_method_of(checkpoint))
     allowed = AllowedMethods(options.allow_methods, options.method, reuse)
     _check_state_options(checkpoint.config, options)
+    folder = options.sentence_encoder
+    encoder = None if folder is None else SentenceEncoder.open(Path(folder))
     runner = load_runner(checkpoint, options, progress)
     options = _limited_by_states(options, runner)
-    resolver = MethodResolver(lambda: _served_model(checkpoint, runner, options), allowed)
+    embed = None if encoder is None else encoder.encode
+    resolver = MethodResolver(lambda: _served_model(checkpoint, runner, options, embed), allowed)
     source = IdentitySource(
         lambda: kv_identity(checkpoint, runner, options), options.warm_tier.scope
     )
@@ -256,7 +262,12 @@ def kv_identity(checkpoint: Checkpoint, runner: Runner, options: ModelOptions) -
     return KvIdentity(hashlib.sha256(repr(fields).encode()).hexdigest(), layout_name(runner))
 
 
-def _served_model(checkpoint: Checkpoint, runner: Runner, options: ModelOptions) -> ServedModel:
+def _served_model(
+    checkpoint: Checkpoint,
+    runner: Runner,
+    options: ModelOptions,
+    embed: Callable[[str], Float32Array] | None,
+) -> ServedModel:
     """Return what methods may know of the model."""
     return ServedModel(
         config=checkpoint.config,
@@ -266,4 +277,5 @@ def _served_model(checkpoint: Checkpoint, runner: Runner, options: ModelOptions)
         kv_cache_dtype=runner.cells.layout.dtype,
         token_bytes=checkpoint.tokenizer.token_bytes,
         encode=checkpoint.tokenizer.encode,
+        embed=embed,
     )

@@ -126,12 +126,15 @@ class MethodChunk(NamedTuple):
         computed: how many of the sequence's first tokens have their KV now.
         reused: of how many prompt tokens KV from elsewhere is kept; counted when that has ended.
         row_layers: rows times layers that it ran.
+        fits: whether there is room for what stays, where it has decided about the KV; see
+            ``SequenceMethod.decide``. None: it hasn't.
     """
 
     left: int
     computed: int
     reused: int = 0
     row_layers: int = 0
+    fits: bool | None = None
 
 
 class SequenceMethod:

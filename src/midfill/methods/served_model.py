@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from midfill.arrays import Float32Array
 from midfill.methods.budget import require
 from midfill.models.config import ModelConfig
 
@@ -20,6 +21,7 @@ class ServedModel:
         kv_cache_dtype: how its keys and values are stored, by ``CellLayout``.
         token_bytes: returns what a token stands for, b"" if that is no text; None if nobody knows.
         encode: returns a text's tokens; None if nobody knows.
+        embed: returns a text's vector, of length 1, by a sentence encoder; None if there is none.
     """
 
     config: ModelConfig
@@ -29,6 +31,7 @@ class ServedModel:
     kv_cache_dtype: str = "f16"
     token_bytes: Callable[[int], bytes] | None = None
     encode: Callable[[str], Sequence[int]] | None = None
+    embed: Callable[[str], Float32Array] | None = None
 
 
 def refuse_quantized_cache(name: str, model: ServedModel) -> None:

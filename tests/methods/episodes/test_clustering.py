@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midfill.methods.episodes.clustering import (
-    Episodes,
+    TokenEpisodes,
     TokenVectors,
-    find_episodes,
+    find_sentence_episodes,
+    find_token_episodes,
     kmeans,
     unit,
 )
@@ -79,8 +80,8 @@ def conversation(topics: int, windows: int, seed: int) -> tuple[np.ndarray, np.n
 
 def episodes_of(
     tokens: np.ndarray, bounds: np.ndarray, table: np.ndarray, count: int, near: int
-) -> Episodes:
-    return find_episodes(tokens, bounds, table[np.unique(tokens)], count, near, seed=0)
+) -> TokenEpisodes:
+    return find_token_episodes(tokens, bounds, table[np.unique(tokens)], count, near, seed=0)
 
 
 def test_questions_go_to_their_topics() -> None:
@@ -160,3 +161,27 @@ def test_windows_that_say_the_same_are_one_episode() -> None:
     found = episodes_of(tokens, np.arange(0, 31, 6, dtype=np.int32), table, 4, 4)
     assert len(found.centroids) == 1
     assert found.nearest(tokens) == 0
+
+
+def test_an_encoders_vectors_are_clustered_as_they_are() -> None:
+    rng = np.random.default_rng(0)
+    centres = unit(rng.normal(size=(3, 16)))
+    topics = rng.permutation(np.repeat(np.arange(3), 6))
+    points = unit(centres[topics] + 0.1 * rng.normal(size=(18, 16)))
+    asked: list[list[int]] = []
+
+    def encode(tokens: np.ndarray) -> np.ndarray:
+        asked.append(tokens.tolist())
+        return centres[tokens[0]]
+
+    episodes = find_sentence_episodes(points, encode, 3, 2, seed=0)
+    np.testing.assert_allclose(np.linalg.norm(episodes.centroids, axis=1), 1)
+    for topic in range(3):
+        own = np.flatnonzero(topics == topic)
+        label = episodes.nearest(np.array([topic, 7], np.int32))
+        assert (episodes.labels[own] == label).all()
+        similarities = points[own] @ unit(points[own].mean(axis=0))
+        nearest = own[np.argsort(-similarities)][:2]
+        assert episodes.representatives[label].tolist() == nearest.tolist()
+    assert asked == [[0, 7], [1, 7], [2, 7]]  # whole questions, and nothing else
+    assert episodes.nbytes == 3 * 16 * 8 + 18 * 8 + 6 * 8

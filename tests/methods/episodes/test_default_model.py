@@ -1,12 +1,11 @@
 """EpiCache on the default model: what a dialogue's facts are worth in a fifth of its KV.
 
-Dialogues of four topics with five facts each, and two sessions per topic. Each fact is asked for,
-and scored by the mean log probability of its answer. -s shows all numbers; differences are paired,
-question by question. DIALOGUES=4 asks about four.
+Dialogues of four topics with five facts each, and two sessions per topic; questions repeat the
+words of facts. Each fact is asked for, and scored by the mean log probability of its answer. -s
+shows all numbers; differences are paired, question by question. DIALOGUES=4 asks about four.
 """
 
 import os
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from default_model import DefaultModel
 
+from benchmarks.conversations.dialogues import Dialogue, draw_dialogue
 from midfill.methods.episodes.clustering import Episodes
 from midfill.methods.episodes.method import EpisodicMethod
 from midfill.methods.method import Method, ModelSpecific
@@ -26,77 +26,6 @@ pytestmark = [
 ]  # fmt: skip
 
 DIALOGUES, BLOCK = int(os.environ.get("DIALOGUES", "1")), 256
-FACTS = {
-    "garden": (
-        "the roses in the garden came from", "the gardener who prunes the hedge is called",
-        "the compost for the flower beds is sold by", "the tulip bulbs were planted by",
-        "the lawn in the garden is watered by",
-    ),
-    "boat": (
-        "the sailing boat in the harbour is called", "the captain of the ferry is called",
-        "the island where we anchor the boat is", "the torn sails were mended by",
-        "the lighthouse on the coast is called",
-    ),
-    "kitchen": (
-        "the soup recipe was written by", "the bakery with the fresh bread is called",
-        "the cheese for the pasta is made by", "the chef of the restaurant is called",
-        "the cake in the oven was baked by",
-    ),
-    "office": (
-        "the new manager of the office is called", "the software project is called",
-        "the contract for the client was signed by", "the meeting about the budget was moved by",
-        "the invoice from the printer was paid by",
-    ),
-}  # fmt: skip
-TALK = {
-    "garden": (
-        "I dug up weeds between the flower beds all morning.", "The soil is dry and the roots"
-        " need more water.", "We should trim the branches before the leaves fall.",
-        "A hedgehog sleeps under the bushes by the fence.",
-    ),
-    "boat": (
-        "The wind was strong and the waves came over the deck.", "We tied the ropes at the pier"
-        " before the storm.", "The anchor got stuck among the rocks at low tide.",
-        "Seagulls followed us all the way along the shore.",
-    ),
-    "kitchen": (
-        "I burned the onions in the pan again.", "The dough has to rest before you roll it out.",
-        "Add some salt and pepper to the sauce.", "We ate dinner late and washed the dishes.",
-    ),
-    "office": (
-        "My desk is covered with reports and emails.", "The deadline for the spreadsheet is on"
-        " Friday.", "Everyone stayed late to finish the slides.", "The team hired two engineers"
-        " this month.",
-    ),
-}  # fmt: skip
-NAMES = (
-    "John", "Mary", "Paul", "Anna", "Peter", "Sarah", "David", "Laura", "James", "Emma", "Robert",
-    "Alice", "George", "Helen", "Frank", "Julia", "Henry", "Maria", "Simon", "Rachel",
-)  # fmt: skip
-
-
-class Dialogue:
-    """A dialogue, and what is asked about it.
-
-    Attributes:
-        lines: its turns.
-        asked: of each fact, its topic, the number of its line, the question, and the answer.
-    """
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        names = iter(rng.sample(NAMES, len(NAMES)))
-        told = {topic: rng.sample(facts, len(facts)) for topic, facts in FACTS.items()}
-        self.lines: list[str] = []
-        self.asked: list[tuple[str, int, str, str]] = []
-        for session in (slice(3), slice(3, None)):
-            for topic in rng.sample(list(FACTS), len(FACTS)):
-                for fact in told[topic][session]:
-                    name = next(names)
-                    chat = rng.sample(TALK[topic], 2)
-                    self.asked.append((topic, len(self.lines) + 1, fact, name))
-                    self.lines += [f"Ann: {chat[0]}", f"Ben: By the way, {fact} {name}."]
-                    self.lines += [f"Ann: {chat[1]}", "Ben: I see."]
 
 
 class Asking:
@@ -108,16 +37,14 @@ class Asking:
         self._answers = stack.enter_context(model.forced_answers(8000, self._methods))
         self._found: dict[str, np.ndarray] = {}
         self.routed: list[bool] = []
-        self.dialogues = [Dialogue(seed) for seed in range(DIALOGUES)]
+        self.dialogues = [draw_dialogue("repeated", seed) for seed in range(DIALOGUES)]
         self.prompts: list[tuple[Dialogue, int, list[int], list[int]]] = []
         for dialogue in self.dialogues:
-            text = tokenizer.encode("".join(f"{line}\n" for line in dialogue.lines))
-            for _, line, fact, name in dialogue.asked:
-                end = tokenizer.encode_continuation(
-                    f"Ann: What did you say about that?\nBen: By the way, {fact}"
-                )
-                answer = tokenizer.encode_continuation(f" {name}")
-                self.prompts.append((dialogue, line, [*text, *end], answer))
+            text = tokenizer.encode(dialogue.text)
+            for asked in dialogue.asked:
+                end = tokenizer.encode_continuation(asked.question)
+                answer = tokenizer.encode_continuation(asked.answer)
+                self.prompts.append((dialogue, asked.line, [*text, *end], answer))
         self.history = len(text)
 
     def use(self, name: str, options: str, **changes: object) -> str:
@@ -145,7 +72,7 @@ class Asking:
 
     def _is_right(self, line: int, lines: int) -> bool:
         """Whether the last question went to the episode that a line is in."""
-        held = self._answers.engine._methods._episodes._state.store._held
+        held = self._answers.engine._methods._episodes._state.store(256)._held
         (conversation, number) = next(key for key in reversed(held) if isinstance(key[1], int))  # type: ignore[index]
         episodes = held[conversation]
         assert isinstance(episodes, Episodes)

@@ -36,9 +36,31 @@ def test_options_arrive() -> None:
     assert found.budgets(1000).tolist() == [96] * CONFIG.layers
 
 
+def test_a_sentence_encoder_is_given_the_text_of_tokens() -> None:
+    assert EpiCache().for_model(MODEL).encode is None
+    texts = []
+
+    def embed(text: str) -> np.ndarray:
+        texts.append(text)
+        return np.array([0.6, 0.8], np.float32)
+
+    letters = [b"\xc3", b"\xa9", b" te", b"", b"\xff"]
+    served = replace(MODEL, token_bytes=letters.__getitem__, embed=embed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("midfill.methods.episodes.epicache.TurnReader.of", lambda *_: None)
+        encode = EpiCache().for_model(served).encode
+    assert encode is not None
+    found = encode(np.array([2, 0, 1, 3, 4], np.int32))
+    assert found.dtype == np.float64
+    assert texts == [" te\u00e9\ufffd"], "bytes make characters together; others are marked"
+
+
 def test_other_scorers_have_a_single_cache() -> None:
+    served = replace(MODEL, embed=lambda _: np.ones(1, np.float32))
     for scorer in ("summary", "window", "random"):
-        assert EpiCache(scorer=scorer).for_model(MODEL).rule.episodes == 1
+        method = EpiCache(scorer=scorer).for_model(served)
+        assert method.rule.episodes == 1
+        assert method.encode is None, "there is nothing to choose"
 
 
 @pytest.mark.parametrize(

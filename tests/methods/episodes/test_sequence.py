@@ -14,7 +14,7 @@ from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.kv.ragged import RaggedIndex
 from midfill.methods.episodes.clustering import Episodes
-from midfill.methods.episodes.method import EpisodeRule, EpisodicMethod
+from midfill.methods.episodes.method import EpisodeRule, EpisodicMethod, Scorer
 from midfill.methods.episodes.sequence import EpisodicSequence
 from midfill.methods.episodes.store import EpisodeCache, EpisodeStore
 from midfill.methods.episodes.turns import TurnReader
@@ -241,20 +241,50 @@ def test_windowed_layers_keep_what_their_windows_show(
 def test_scoring_leaves_no_trace(runner: CpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
-    def watched(self: EpisodicSequence, kv: Any, point: int) -> np.ndarray:
+    def watched(
+        self: EpisodicSequence, kv: Any, point: int, done: int, rows: np.ndarray
+    ) -> np.ndarray:
         heads = self._state.eviction.keys(kv, point)
         cells = np.concatenate([heads.cells(head) for head in range(heads.heads)])
         before = runner.cells.dump(cells)
-        queries = run_patch(self, kv, point)
+        queries = run_patch(self, kv, point, done, rows)
         for array, after in zip(before, runner.cells.dump(cells), strict=True):
             np.testing.assert_array_equal(array, after)
-        ran.append(point)
+        ran.append((point, done, len(rows)))
         return queries
 
     run_patch = EpisodicSequence._run_patch
     monkeypatch.setattr(EpisodicSequence, "_run_patch", watched)
+    monkeypatch.setattr("midfill.methods.episodes.sequence._PART", 20)
     ask(build_engine(runner, method=METHOD), HISTORY + question(0))
-    assert ran == [32, 64, 96, 128, 160, 180]
+    points = (32, 64, 96, 128, 160, 180)
+    assert ran == [(point, *part) for point in points for part in ((0, 20), (20, 6))]
+
+
+def test_others_wait_for_a_part_of_the_scoring_prompt_per_step(
+    runner: CpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midfill.methods.episodes.sequence._PART", 8)
+    extra: list[int] = []
+    run_patch = EpisodicSequence._run_patch
+
+    def watched(self: EpisodicSequence, *args: Any) -> np.ndarray:
+        extra[-1] += len(args[-1])
+        return run_patch(self, *args)
+
+    monkeypatch.setattr(EpisodicSequence, "_run_patch", watched)
+    engine = build_engine(runner, token_budget=16, methods={"e": METHOD, "": None})
+    answering = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine.add(request("other", HISTORY[:5], answering, method=""))
+    engine.step()
+    engine.add(request("r", HISTORY + question(0), PARAMS, method="e"))
+    for _ in range(38):
+        extra.append(0)
+        tokens = [len(one.token_ids) for one in engine.step() if one.request_id == "other"]
+        assert tokens == [1], "the other answer goes on in every step"
+    assert max(extra) == 8
+    assert extra.count(8) >= 6, "in three steps of 8 and one of 2 per block"
+    engine.cancel("r")
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -292,11 +322,12 @@ class MostHeld:
         pool.slots.allocate = recording  # type: ignore[method-assign]
 
 
-def test_the_peak_is_bounded_however_long_the_history_is(runner: CpuRunner) -> None:
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_the_peak_is_bounded_however_long_the_history_is(runner: CpuRunner, chunk: int) -> None:
     peaks = {"episodes": [], "at the end": []}
     for turns in (12, 18, 24, 33):
         for name, method in (("episodes", METHOD), ("at the end", SnapKV(24, window=8))):
-            engine = build_engine(runner, method=method)
+            engine = build_engine(runner, token_budget=chunk, method=method)
             held = MostHeld(engine)
             ask(engine, history(turns) + question(0))
             peaks[name].append(held.slots)
@@ -388,6 +419,64 @@ def test_questions_go_to_their_topics_cache(runner: CpuRunner) -> None:
     assert len(stored(engine)) == TOPICS
 
 
+class TopicEncoder:
+    """Encodes texts by how many of their tokens are each topic's.
+
+    Attributes:
+        read: the texts.
+    """
+
+    def __init__(self) -> None:
+        self.read: list[list[int]] = []
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        self.read.append(tokens.tolist())
+        found = np.bincount(np.clip((tokens - 10) // PER_TOPIC, 0, TOPICS), minlength=TOPICS + 1)
+        return found / np.linalg.norm(found)
+
+
+def test_an_encoder_sends_questions_to_their_topics(runner: CpuRunner) -> None:
+    encoder = TopicEncoder()
+    engine = build_engine(runner, methods={"e": replace(METHOD, encode=encoder), "": METHOD})
+    for topic in (0, 1, 2, 0):
+        ask(engine, HISTORY + question(topic, seed=5), method="e")
+    windows = [HISTORY[start : start + 20] for start in range(0, len(HISTORY), 20)]
+    asked = [question(topic, seed=5) for topic in (0, 1, 2, 0)]
+    assert encoder.read == [*windows, *asked], "each window and each question once"
+    (episodes,) = stored(engine, Episodes)
+    assert episodes.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    numbers = [key[1] for key in store_of(engine)._held if isinstance(key[1], int)]  # type: ignore[index]
+    assert numbers == [1, 2, 0], "the last one used is the last"
+    ask(engine, HISTORY + question(0, seed=5), method="")
+    assert len(stored(engine)) == 4, "caches of token embeddings are others"
+
+
+def test_an_encoder_reads_a_bounded_part_per_step(
+    runner: CpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midfill.methods.episodes.sequence._PART", 11)
+    encoder = TopicEncoder()
+    engine = build_engine(runner, method=replace(METHOD, encode=encoder))
+    engine.add(request("r", HISTORY + question(0), PARAMS))
+    read = [0]
+    while engine.has_work() and len(encoder.read) < 10:
+        engine.step()
+        read.append(len(encoder.read))
+    assert np.diff(read).max() == 2, "44 tokens are two windows of 20; one is always read"
+    assert read.count(0) > 1, "nothing before the first block's end"
+    engine.cancel("r")
+
+
+def test_a_history_without_differences_is_one_episode(runner: CpuRunner) -> None:
+    same_for_all = replace(METHOD, encode=lambda _: np.ones(1))
+    engine = build_engine(runner, method=same_for_all)
+    for topic in range(TOPICS):
+        ask(engine, HISTORY + question(topic))
+    assert len(stored(engine)) == 1
+    (episodes,) = stored(engine, Episodes)
+    assert episodes.labels.tolist() == [0] * 9
+
+
 def test_other_caches_and_other_scorers_give_other_keys(runner: CpuRunner) -> None:
     kept = set()
     for method in (
@@ -433,14 +522,24 @@ def test_memory_is_bounded(runner: CpuRunner, monkeypatch: pytest.MonkeyPatch) -
     assert engine.take_parked_bytes() == max(each.nbytes for each in stored(engine))
 
 
-@pytest.mark.parametrize(("budget", "steps"), [(5, 50), (17, 30), (512, 9)])
+@pytest.mark.parametrize(
+    ("budget", "steps", "part", "encode"),
+    [(5, 70, 64, None), (17, 47, 9, TopicEncoder()), (512, 12, 64, None)],
+)
 def test_chunks_company_and_preemption_change_nothing(
-    runner: CpuRunner, budget: int, steps: int
+    runner: CpuRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int,
+    steps: int,
+    part: int,
+    encode: TopicEncoder | None,
 ) -> None:
+    method = replace(METHOD, encode=encode)
     asked = [HISTORY + question(topic) for topic in range(2)]
-    expected = [alone(runner, one) for one in asked]
+    expected = [alone(runner, one, method) for one in asked]
     plain = alone(runner, HISTORY[7:90], None)
-    engine = build_engine(runner, token_budget=budget, methods={"e": METHOD, "": None})
+    monkeypatch.setattr("midfill.methods.episodes.sequence._PART", part)
+    engine = build_engine(runner, token_budget=budget, methods={"e": method, "": None})
     requests = [request(f"{n}", one, PARAMS, method="e") for n, one in enumerate(asked)]
     requests.insert(1, request("plain", HISTORY[7:90], PARAMS, method=""))
     answers = serve(engine, requests, after_step=preempting_every(steps))
@@ -448,6 +547,15 @@ def test_chunks_company_and_preemption_change_nothing(
     assert same(answers["plain", 0], plain)
     for number, one in enumerate(expected):
         assert same(answers[f"{number}", 0], one)
+
+
+@pytest.mark.parametrize("scorer", ["episode", "summary", "window", "random"])
+def test_what_is_cached_changes_no_bit(runner: CpuRunner, scorer: Scorer) -> None:
+    method = replace(METHOD, scorer=scorer)
+    expected = alone(runner, HISTORY + question(0), method)
+    engine = build_engine(runner, methods={"e": method, "": None})
+    ask(engine, HISTORY + question(1), method="")
+    assert same(ask(engine, HISTORY + question(0), method="e"), expected)
 
 
 def test_several_answers_are_each_as_if_alone(runner: CpuRunner) -> None:

@@ -146,7 +146,25 @@ class PlanExecution:
             self._counters.reused_tokens += ran.reused
         self._counters.computed_tokens += -(-ran.row_layers // self._layers)
         self._counters.forward_seconds += time.perf_counter() - started
+        if ran.fits is not None:
+            self.hold_ahead(sequence, fits=ran.fits)
         return ran.left
+
+    def hold_ahead(self, sequence: Sequence, *, fits: bool) -> None:
+        """Go on after a decision about a prompt's KV, or preempt the sequence.
+
+        It holds slots for all its tokens then, or for as many as its method runs next.
+
+        Args:
+            sequence: has more to compute.
+            fits: whether there was room for what stays.
+        """
+        kv, pool = sequence.held, self._queues.pool
+        missing = max(sequence.method.slots_ahead(sequence) - kv.reserved, 0) if fits else 0
+        if fits and pool.available >= missing:
+            kv.reserve(missing)
+        else:
+            self.preempt(sequence)
 
 
 def method_failure(sequence: Sequence, error: Exception) -> str:

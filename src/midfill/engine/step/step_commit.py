@@ -84,17 +84,10 @@ class StepCommit:
 
         That is so where tokens of the prompt come after the compressed ones, and after preemption,
         when the answer has begun before.
-
-        It then holds slots for all its tokens, or for as many as its method runs next.
         """
         outputs: list[EngineOutput] = []
         if self._decide(sequence, outputs):
-            kv, pool = sequence.held, self._queues.pool
-            missing = max(sequence.method.slots_ahead(sequence) - kv.reserved, 0)
-            if pool.available >= missing:
-                kv.reserve(missing)
-            else:
-                self._execution.preempt(sequence)
+            self._execution.hold_ahead(sequence, fits=True)
         return outputs
 
     def _decide(self, sequence: Sequence, outputs: list[EngineOutput]) -> bool:

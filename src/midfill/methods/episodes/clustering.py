@@ -1,7 +1,8 @@
-"""Episodes of a conversation: clusters of windows, by weighted means of token embeddings.
+"""Episodes of a conversation: clusters of windows, by vectors of their texts.
 
-Numbers only, no state. The tokens' own input embeddings serve, so nothing is downloaded. Plain
-means of them say little, since what texts have in common is larger than what tells them apart:
+Numbers only, no state. The vectors come from a sentence encoder, or, so that nothing need be
+downloaded, from the tokens' own input embeddings. Plain means of these say little, since what texts
+have in common is larger than what tells them apart:
 
 * From all embeddings their mean and largest common directions are taken, "all but the top" (Mu and
   Viswanath, ICLR 2018, arXiv 1702.01417), hidden / 100 of them; what is left has length 1.
@@ -9,10 +10,14 @@ means of them say little, since what texts have in common is larger than what te
   al., ICLR 2017). Of a question, tokens that the history doesn't have don't count: they can't say
   where in it to look.
 * From a window's mean the whole history's is taken, and what is left has length 1.
+
+So corrected, they find a fact whose words a question repeats, and no other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,32 +65,23 @@ def _top_directions(centred: Float32Array, count: int) -> Float32Array:
 
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """The topics of one conversation.
+    """The topics of one conversation; a subclass says which one a text is nearest to.
 
     Attributes:
         centroids: float64 [episodes, hidden], of length 1.
         representatives: of each episode, numbers of the windows nearest to its centroid, nearest
             first.
         labels: [windows] int64, the episode of each window.
-        tokens: [n] int32, ascending, the different tokens of the history.
-        weights: float64 [n], how much each counts.
-        nearness: float64 [episodes, n], the product of each centroid and each token's vector less
-            the mean over the history.
     """
 
     centroids: Float64Array
     representatives: tuple[Int64Array, ...]
     labels: Int64Array
-    tokens: Int32Array
-    weights: Float64Array
-    nearness: Float64Array
 
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        numbers = sum(array.nbytes for array in (self.centroids, self.weights, self.nearness))
-        indices = sum(array.nbytes for array in (self.labels, *self.representatives))
-        return numbers + indices + self.tokens.nbytes
+        return sum(a.nbytes for a in (self.centroids, self.labels, *self.representatives))
 
     def nearest(self, tokens: Int32Array) -> int:
         """Return the episode that a text is nearest to; of equally near ones the first.
@@ -93,21 +89,66 @@ class Episodes:
         Args:
             tokens: [n] int32, n at least 1.
         """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenEpisodes(Episodes):
+    """Topics by the means of tokens' vectors.
+
+    Attributes:
+        tokens: [n] int32, ascending, the different tokens of the history.
+        weights: float64 [n], how much each counts.
+        nearness: float64 [episodes, n], the product of each centroid and each token's vector less
+            the mean over the history.
+    """
+
+    tokens: Int32Array
+    weights: Float64Array
+    nearness: Float64Array
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        own = (self.tokens, self.weights, self.nearness)
+        return super().nbytes + sum(array.nbytes for array in own)
+
+    def nearest(self, tokens: Int32Array) -> int:
+        """See ``Episodes.nearest``."""
         place = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
         known = place[self.tokens[place] == tokens]
         # The text's length doesn't change which is nearest, nor does the sum of weights.
         return int(np.argmax(self.nearness[:, known] @ self.weights[known]))
 
 
-def find_episodes(
+Encode = Callable[[Int32Array], Float64Array]
+"""Returns the vector of a text, of length 1, by its tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceEpisodes(Episodes):
+    """Topics by a sentence encoder's vectors.
+
+    Attributes:
+        encode: the encoder.
+    """
+
+    encode: Encode
+
+    def nearest(self, tokens: Int32Array) -> int:
+        """See ``Episodes.nearest``."""
+        return int(np.argmax(self.centroids @ self.encode(tokens)))
+
+
+def find_token_episodes(
     tokens: Int32Array,
     bounds: Int32Array,
     vectors: Float32Array,
     count: int,
     near: int,
     seed: int,
-) -> Episodes:
-    """Divide a conversation into episodes.
+) -> TokenEpisodes:
+    """Divide a conversation into episodes, by the vectors of its tokens.
 
     Args:
         tokens: [n] int32, the history.
@@ -125,7 +166,34 @@ def find_episodes(
         for part in [rows[start:end]]
     ])  # fmt: skip
     common = np.diff(bounds) @ means / (bounds[-1] - bounds[0])
-    points = unit(means - common)
+    found = _clusters(unit(means - common), count, near, seed)
+    nearness = found.centroids @ vectors.T - (found.centroids @ common)[:, None]
+    return TokenEpisodes(*found, different.astype(np.int32), weights, nearness)
+
+
+def find_sentence_episodes(
+    points: Float64Array, encode: Encode, count: int, near: int, seed: int
+) -> SentenceEpisodes:
+    """Divide a conversation into episodes, by its windows' vectors.
+
+    Args:
+        points: [windows, hidden], what ``encode`` has returned for them; one at least.
+        encode: the encoder.
+        count, near, seed: see ``find_token_episodes``.
+    """
+    return SentenceEpisodes(*_clusters(points, count, near, seed), encode)
+
+
+class _Clusters(NamedTuple):
+    """See ``Episodes``."""
+
+    centroids: Float64Array
+    representatives: tuple[Int64Array, ...]
+    labels: Int64Array
+
+
+def _clusters(points: Float64Array, count: int, near: int, seed: int) -> _Clusters:
+    """Divide [windows, hidden] points of length 1."""
     labels, _ = kmeans(points, count, seed)
     centroids = unit(np.stack([points[labels == e].mean(axis=0) for e in range(labels.max() + 1)]))
     representatives = tuple(
@@ -133,10 +201,7 @@ def find_episodes(
         for episode, centroid in enumerate(centroids)
         for members in [np.flatnonzero(labels == episode)]
     )
-    nearness = centroids @ vectors.T - (centroids @ common)[:, None]
-    return Episodes(
-        centroids, representatives, labels, different.astype(np.int32), weights, nearness
-    )
+    return _Clusters(centroids, representatives, labels)
 
 
 def unit(vectors: Float64Array) -> Float64Array:

@@ -8,15 +8,19 @@ more is ever held than the budget, a block and that prompt. Episodes are cluster
 question goes to the nearest one, whose cache is loaded, and it is dropped with its answer.
 
 What differs: an episode's cache is computed when a question first comes to it, so episodes that
-nobody asks about cost nothing. Embeddings are weighted means of the model's own input embeddings
-(``clustering.py``). Turns are found by token ids (``turns.py``), whoever speaks. The first
-tokens, or the first turn, always stay. No template's text stands between instruction and windows.
+nobody asks about cost nothing. Where no sentence encoder is served, embeddings are weighted means
+of the model's own input embeddings (``clustering.py``). Turns are found by token ids
+(``turns.py``), whoever speaks. The first tokens, or the first turn, always stay. No template's text
+stands between instruction and windows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from midfill.arrays import Float32Array, Float64Array, Int32Array
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import check_budget, require
 from midfill.methods.calibration_store import load_tables
@@ -117,4 +121,17 @@ class EpiCache:
         reader = TurnReader.of(model.token_bytes, config.vocab, config.eos_token_ids)
         instruction = np.array(model.encode(INSTRUCTION), np.int32)
         scorer = next(each for each in _SCORERS if each == self.scorer)
-        return EpisodicMethod(rule, reader, instruction, similarity, self.alpha, scorer)
+        encode = None
+        if model.embed is not None and not single:  # of one episode there is nothing to choose
+            encode = partial(text_vector, model.token_bytes, model.embed)
+        return EpisodicMethod(
+            rule, reader, instruction, similarity, self.alpha, scorer, encode=encode
+        )
+
+
+def text_vector(
+    token_bytes: Callable[[int], bytes], embed: Callable[[str], Float32Array], tokens: Int32Array
+) -> Float64Array:
+    """Return the vector of the text of [n] int32 tokens."""
+    text = b"".join(map(token_bytes, tokens.tolist())).decode("utf-8", errors="replace")
+    return embed(text).astype(np.float64)

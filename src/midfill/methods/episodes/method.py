@@ -8,6 +8,7 @@ import numpy as np
 
 from midfill.arrays import Float64Array, Int32Array, Int64Array
 from midfill.methods.budget import budget_tokens
+from midfill.methods.episodes.clustering import Encode
 from midfill.methods.episodes.scores import layer_budgets
 from midfill.methods.episodes.turns import Parts, TurnReader
 
@@ -67,6 +68,7 @@ class EpisodicMethod:
         alpha: sharpness of layers' budgets.
         scorer, route: see above.
         always: whether histories that fit the budget are compressed, too. They all stay then.
+        encode: the sentence encoder that finds topics; None has the model's token embeddings do it.
     """
 
     rule: EpisodeRule
@@ -77,12 +79,16 @@ class EpisodicMethod:
     scorer: Scorer = "episode"
     route: Route = "nearest"
     always: bool = False
+    encode: Encode | None = None
 
     @property
     def identity(self) -> Hashable:
         """What its caches depend on, beside the model and the history."""
         rule, budgets = self.rule, self.similarity.tobytes() if self.alpha else b""
-        return rule, self.instruction.tobytes(), budgets, self.alpha, self.scorer, self.always
+        return (
+            rule, self.instruction.tobytes(), budgets, self.alpha, self.scorer, self.always,
+            self.encode is None,
+        )  # fmt: skip
 
     def parts(self, tokens: Int32Array, compress_after: int) -> Parts:
         """Return the parts of a prompt, the history as far as it is compressed.
@@ -121,6 +127,11 @@ class EpisodicMethod:
         return self.reader.windows(
             tokens[: parts.history], first, self.rule.turns, self.rule.longest
         )
+
+    def longest_patch(self, bounds: Int32Array) -> int:
+        """Return how many tokens ``patch`` returns at most, whichever windows represent it."""
+        longest = np.sort(np.diff(bounds))[-self.rule.near :].sum()
+        return min(len(self.instruction) + int(longest), self.rule.block)
 
     def patch(
         self, tokens: Int32Array, bounds: Int32Array, representatives: Int64Array

@@ -1,21 +1,28 @@
 """EpisodicSequence: a conversation that is computed in blocks, or whose cache is loaded.
 
 Rows of the history run in ordinary steps, block by block. At a block's end, the prompt that scores
-its keys runs in slots behind it, which the next block will use, and the keys that stay are packed
-as after any eviction. Points depend on the history alone, so load and preemption change nothing.
+its keys runs in slots behind it, which the next block will use, a part per step, and the keys that
+stay are packed as after any eviction. Points depend on the history alone, so load and preemption
+change nothing.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Int32Array
+from midfill.arrays import Float32Array, Float64Array, Int32Array
 from midfill.errors import InvalidRequestError
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.methods.episodes.clustering import Episodes, TokenVectors, find_episodes
+from midfill.methods.episodes.clustering import (
+    Episodes,
+    TokenVectors,
+    find_sentence_episodes,
+    find_token_episodes,
+)
 from midfill.methods.episodes.method import WINDOW_ROWS, EpisodicMethod
 from midfill.methods.episodes.scores import (
     best_keys,
@@ -31,6 +38,7 @@ from midfill.methods.evict.selection import Selection
 from midfill.methods.sequence_method import (
     Admitted,
     Aspect,
+    MethodChunk,
     PlainLengths,
     Prefill,
     RequestFacts,
@@ -42,6 +50,11 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 
 _MAX_ROWS = 512
+_PART = 64
+"""Rows of the scoring prompt per step: others wait no longer than for half a chunk of a prompt."""
+_READ_PER_ROW = 4
+"""Tokens that a sentence encoder reads per step instead of each of these rows. Encoders are small:
+all-MiniLM-L6-v2 has a tenth of the default model's weights."""
 _SAMPLE = 8192  # tokens
 
 
@@ -129,7 +142,7 @@ class EpisodicSequence(SequenceMethod):
         tokens: [n] int32, the prompt.
         parts: of it, where there is a history that is compressed.
         tenant: whose it is.
-        scored: whether log probabilities of the prompt's tokens are wanted.
+        scored: whether log probabilities of the history's tokens are wanted.
     """
 
     title = "the method of episodes"
@@ -158,49 +171,81 @@ class EpisodicSequence(SequenceMethod):
         self._store = state.store(method.rule.memory)
         self._found: _Episode | None = None
         self._window: list[Float32Array] = []
-        self._extra_rows = 0
+        self._patch_queries: list[Float32Array] | None = None  # None: no decision waits for them
+        self._points: list[Float64Array] = []
 
     # --- which episode it is about
+
+    @cached_property
+    def _bounds(self) -> Int32Array:
+        """The bounds of the history's windows."""
+        return self._method.windows(self._tokens, self._parts)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether the history's episodes are known, or are found at once."""
+        if self._found is not None or self._method.encode is None:
+            return True
+        return self._store.find(self._key, Episodes) is not None
 
     @property
     def _episode(self) -> _Episode:
         """The episode, looked up when it is first asked for."""
         if self._found is None:
-            method, bounds = self._method, self._method.windows(self._tokens, self._parts)
-            history = self._tokens[: self._history]
-            episodes = self._episodes(history, bounds)
+            method, history = self._method, self._tokens[: self._history]
+            episodes = self._store.find(self._key, Episodes)
+            if episodes is None:
+                episodes = self._divide(history)
             number = episodes.nearest(self._tokens[self._parts.question :])
             if method.route == "next":
                 number = (number + 1) % len(episodes.centroids)
-            patch = method.patch(history, bounds, episodes.representatives[number])
+            patch = method.patch(history, self._bounds, episodes.representatives[number])
             self._found = _Episode(number, patch)
         return self._found
 
-    def _episodes(self, history: Int32Array, bounds: Int32Array) -> Episodes:
-        rule, store = self._method.rule, self._store
-        episodes = store.find(self._key, Episodes)
-        if episodes is None:
-            embeddings = self._state.embeddings(np.unique(history))
-            vectors = self._state.token_vectors.of(embeddings)
-            episodes = find_episodes(history, bounds, vectors, rule.episodes, rule.near, rule.seed)
-            store.keep(self._key, episodes)
+    def _divide(self, history: Int32Array) -> Episodes:
+        """Find the history's episodes, and keep them for its next question."""
+        rule, encode = self._method.rule, self._method.encode
+        choice = (rule.episodes, rule.near, rule.seed)
+        episodes: Episodes
+        if encode is not None:
+            self._embed(len(history))
+            episodes = find_sentence_episodes(np.stack(self._points), encode, *choice)
+        else:
+            vectors = self._state.token_vectors.of(self._state.embeddings(np.unique(history)))
+            episodes = find_token_episodes(history, self._bounds, vectors, *choice)
+        self._store.keep(self._key, episodes)
         return episodes
+
+    def _embed(self, tokens: int) -> None:
+        """Have the encoder read the next windows: one, and more while they have so many tokens."""
+        encode, bounds = self._method.encode, self._bounds
+        assert encode is not None
+        first = len(self._points)
+        for start, end in pairwise(bounds[first:]):
+            if start > bounds[first] and end - bounds[first] > tokens:
+                break
+            self._points.append(encode(self._tokens[start:end]))
 
     def _stored(self) -> EpisodeCache | None:
         """Return the episode's cache, if it is there and may stand for the history."""
-        if self._scored:  # rows of the history run, since their logits are wanted
+        if self._scored or not self._is_divided:  # rows whose logits are wanted run
             return None
         return self._store.find((self._key, self._episode.number), EpisodeCache)
 
     # --- how it may run
 
     def reusable(self, sequence: SequenceView, limit: int) -> int:
-        """See ``SequenceMethod``: what comes before the first eviction is exact KV."""
+        """See ``SequenceMethod``: what comes before the first eviction is exact KV.
+
+        Rows that score keys run, since nothing is known of the queries of cached ones.
+        """
         if self._stored() is not None:
             return 0
         block = self._method.rule.block
-        first = (int(self._budgets.min()) // block + 1) * block
-        return min(limit, min(first, self._history) - 1)
+        first = min((int(self._budgets.min()) // block + 1) * block, self._history)
+        run = WINDOW_ROWS if self._method.scorer == "window" else 1
+        return min(limit, max(first - run, 0))
 
     def found_elsewhere(self, sequence: SequenceView, cached: int) -> int:
         """See ``SequenceMethod``."""
@@ -214,16 +259,26 @@ class EpisodicSequence(SequenceMethod):
         return self._kept + self._room(length)
 
     def slots_ahead(self, sequence: SequenceView) -> int:
-        """See ``SequenceMethod``: the next block's, whose place the scoring prompt takes before."""
+        """See ``SequenceMethod``: the scoring prompt's, then the next block's, in its place."""
         assert sequence.kv is not None
-        if sequence.computed >= self._history:
-            return sequence.length - sequence.kv.first
-        return sequence.computed - sequence.kv.first + self._room(sequence.length)
+        first, end = sequence.kv.first, self.barrier(sequence)
+        if self._patch_queries is not None:
+            return sequence.computed - first + self._patch_room()
+        if end is None:
+            return sequence.length - first
+        # The question's slots are there once the last block's are free.
+        return max(end - first + self._patch_room(), sequence.length - self._history)
 
     def _room(self, length: int) -> int:
         """Return how many slots a block and its scoring take, and the question after it."""
         block = min(self._method.rule.block, self._history)
-        return max(block + len(self._episode.patch), length - self._history)
+        return max(block + self._patch_room(), length - self._history)
+
+    def _patch_room(self) -> int:
+        """Return how many slots the prompt that scores keys takes, at most."""
+        if self._is_divided:
+            return len(self._episode.patch)
+        return self._method.longest_patch(self._bounds)
 
     def prefill(self, sequence: SequenceView) -> Prefill:
         """See ``SequenceMethod``."""
@@ -235,6 +290,10 @@ class EpisodicSequence(SequenceMethod):
             return None
         block = self._method.rule.block
         return min((sequence.computed // block + 1) * block, self._history)
+
+    def atomic_tokens(self, computed: int) -> int:
+        """See ``SequenceMethod``: a part of the prompt that scores keys, while it runs."""
+        return 0 if self._patch_queries is None else _PART
 
     def observed_rows(self, sequence: SequenceView, tokens: int, drafted: int) -> range:
         """See ``SequenceMethod``: the last of a block, where these score its keys."""
@@ -271,14 +330,45 @@ class EpisodicSequence(SequenceMethod):
         is_end = point == self._history
         if not is_end and (point % self._method.rule.block or point <= self._budgets.min()):
             return True
+        keys = self._state.eviction.keys(kv, point)
+        seen = self._state.eviction.full_layers.keys(keys)
+        if (seen.counts <= np.repeat(self._budgets, seen.config.kv_heads)).all():
+            return self._keep(kv, keys, every_key(seen), point)
+        if self._method.scorer in ("episode", "summary"):
+            self._patch_queries = []  # what they say is decided about once they are there
+            return True
+        return self._keep(kv, keys, self._best(self._scores(seen, point)), point)
+
+    def run_chunk(self, sequence: SequenceView, tokens: int) -> MethodChunk | None:
+        """See ``SequenceMethod``: the next rows of the prompt that scores keys; then decide."""
+        found, kv, point = self._patch_queries, sequence.kv, sequence.computed
+        if found is None or kv is None:
+            return None
+        if not self._is_divided:
+            self._embed(_READ_PER_ROW * tokens)
+            if len(self._points) < len(self._bounds) - 1:
+                return MethodChunk(0, point)
+        patch, done = self._episode.patch, sum(queries.shape[1] for queries in found)
+        rows = patch[done : done + tokens]
+        found.append(self._run_patch(kv, point, done, rows))
+        ran = MethodChunk(0, point, row_layers=len(rows) * self._state.runner.config.layers)
+        if done + len(rows) < len(patch):
+            return ran
+        self._patch_queries = None
         eviction = self._state.eviction
         keys = eviction.keys(kv, point)
-        selection = self._select(kv, eviction.full_layers.keys(keys), point)
+        seen = eviction.full_layers.keys(keys)
+        queries = eviction.full_layers.queries(np.concatenate(found, axis=1))
+        fits = self._keep(kv, keys, self._best(cached_scores(seen, queries)), point)
+        return ran._replace(fits=fits)
+
+    def _keep(self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, point: int) -> bool:
+        """Keep what is selected of the first ``point`` tokens; return whether there was room."""
         self._window = []
         self._state.counts.blocks += 1
-        if not eviction.apply(kv, keys, selection, point):
+        if not self._state.eviction.apply(kv, keys, selection, point):
             return False
-        if is_end and not self._scored:
+        if point == self._history and not self._scored:
             self._save(kv)
         return True
 
@@ -288,18 +378,13 @@ class EpisodicSequence(SequenceMethod):
         self._store.keep((self._key, self._episode.number), cache)
         counts.parked_bytes = max(counts.parked_bytes, cache.nbytes)
 
-    def take_extra_rows(self) -> int:
-        """See ``SequenceMethod``."""
-        taken, self._extra_rows = self._extra_rows, 0
-        return taken
-
     def shares_slots(self, is_compressed: bool) -> bool:
         """See ``SequenceMethod``: other answers load the cache, or compute it."""
         return False
 
     def restart(self) -> None:
         """See ``SequenceMethod``."""
-        self._window = []
+        self._window, self._patch_queries = [], None
 
     def fork(self) -> "EpisodicSequence":
         """See ``SequenceMethod``."""
@@ -310,44 +395,40 @@ class EpisodicSequence(SequenceMethod):
 
     # --- which keys stay
 
-    def _select(self, kv: SequenceKV, keys: SequenceKeys, point: int) -> Selection:
-        """Return what stays of ``keys``, those of the first ``point`` tokens."""
-        if (keys.counts <= np.repeat(self._budgets, keys.config.kv_heads)).all():
-            return every_key(keys)
+    def _best(self, scores: list[Float32Array]) -> Selection:
+        """Return the selection of the keys with the best scores."""
         method = self._method
-        scores = self._scores(kv, keys, point)
         always = method.always_kept(self._parts)
         return best_keys(scores, self._budgets, always, pooled=method.rule.pooled)
 
-    def _scores(self, kv: SequenceKV, keys: SequenceKeys, point: int) -> list[Float32Array]:
+    def _scores(self, seen: SequenceKeys, point: int) -> list[Float32Array]:
+        """Return the scores of a null, at the end of ``point`` tokens."""
         if self._method.scorer == "random":
             generator = np.random.default_rng([self._method.rule.seed, point])
-            return [generator.random(count, np.float32) for count in keys.counts]
-        full_layers = self._state.eviction.full_layers
-        if self._method.scorer == "window":
-            rows = np.concatenate(self._window, axis=1)[:, -WINDOW_ROWS:]
-            return window_scores(keys, full_layers.queries(rows))
-        return cached_scores(keys, full_layers.queries(self._run_patch(kv, point)))
+            return [generator.random(count, np.float32) for count in seen.counts]
+        rows = np.concatenate(self._window, axis=1)[:, -WINDOW_ROWS:]
+        return window_scores(seen, self._state.eviction.full_layers.queries(rows))
 
-    def _run_patch(self, kv: SequenceKV, point: int) -> Float32Array:
-        """Run the prompt that scores keys behind the first ``point`` tokens; return its queries.
+    def _run_patch(self, kv: SequenceKV, point: int, done: int, rows: Int32Array) -> Float32Array:
+        """Run rows of the prompt that scores keys, which stands behind the first ``point`` tokens.
 
         It lies in slots that nothing is computed in yet, and is forgotten.
 
+        Args:
+            kv: the sequence's.
+            point: see above.
+            done: how many of the prompt's rows come before these.
+            rows: [n] int32, the tokens.
+
         Returns:
-            float32 [layers, rows, query_heads, head_dim].
+            Their queries, float32 [layers, rows, query_heads, head_dim].
         """
-        runner, patch = self._state.runner, self._episode.patch
+        runner = self._state.runner
         plan = None if kv.prefix is None else AttentionPlan(kv.prefix.index)
-        found = []
-        for start in range(0, len(patch), _MAX_ROWS):
-            rows = patch[start : start + _MAX_ROWS]
-            slots = kv.slots[: point - kv.first + start + len(rows)]
-            batch = _batch(rows, slots, point + start, plan, observed=True)
-            runner.run_layers(batch, runner.embed(batch), 0, runner.config.layers)
-            found.append(runner.observed_queries(batch))
-        self._extra_rows += len(patch)
-        return np.concatenate(found, axis=1)
+        slots = kv.slots[: point - kv.first + done + len(rows)]
+        batch = _batch(rows, slots, point + done, plan, observed=True)
+        runner.run_layers(batch, runner.embed(batch), 0, runner.config.layers)
+        return runner.observed_queries(batch)
 
 
 def _batch(
@@ -410,7 +491,7 @@ class EpisodeKind(PlainLengths):
         self._check(name, method, parts)
         return EpisodicSequence(
             name, method, self._state, tokens, parts, sequence.tenant,
-            scored=request.scores_prompt,
+            scored=sequence.next_scored is not None and sequence.next_scored <= parts.history,
         )  # fmt: skip
 
     def _check(self, name: str, method: EpisodicMethod, parts: Parts) -> None:

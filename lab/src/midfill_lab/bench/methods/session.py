@@ -94,6 +94,7 @@ class MethodSession:
             config=checkpoint.config,
             digest=model_digest(checkpoint),
             token_bytes=checkpoint.tokenizer.token_bytes,
+            encode=checkpoint.tokenizer.encode,
         )
         format = fim_format(checkpoint, None)
         self.has_sentinels = format is not None
@@ -156,6 +157,31 @@ class MethodSession:
         self._run()
         rows, self._tap.rows = np.concatenate(self._tap.rows), None
         return rows[: len(tokens) - score_from]  # the last row is the answer's
+
+    def answer_likelihoods(
+        self, prompt: Sequence[int], answer: Sequence[int], method: str
+    ) -> Float32Array:
+        """Return the distributions of a known answer's tokens, which are generated one by one.
+
+        So the method sees the prompt alone.
+
+        Args:
+            prompt: its tokens.
+            answer: the tokens.
+            method: for the prompt.
+
+        Returns:
+            Log-probabilities, float32 [len(answer), vocab].
+        """
+        assert self._tap is not None
+        self._tap.rows, self._tap.forced = [], answer
+        sampling = EngineSamplingParams(max_tokens=len(answer), temperature=0.0, ignore_eos=True)
+        try:
+            self._engine.add(self._request(prompt, method, sampling))
+            self._run()
+            return np.concatenate(self._tap.rows)
+        finally:
+            self._tap.rows = self._tap.forced = None
 
     def hold(self, tokens: Sequence[int], method: str, decoded: int, *, cold: bool) -> Holding:
         """Answer a prompt, and measure.
@@ -243,12 +269,14 @@ class _LogitsTap:
 
     Attributes:
         list_bytes: memory of the lists of cells in the first batch that had any since it was 0.
+        forced: tokens that are the most likely ones, whatever the logits say; None: those that are.
     """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.rows: list[Float32Array] | None = None
         self.list_bytes = 0
+        self.forced: Sequence[int] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -267,6 +295,12 @@ class _LogitsTap:
     def compute_logits(self, batch: ForwardBatch, hidden: RunnerArray) -> RunnerArray:
         """See ``Runner.compute_logits``."""
         return self._kept(self._runner.compute_logits(batch, hidden))
+
+    def argmax_tokens(self, logits: RunnerArray) -> list[int]:
+        """See ``Runner.argmax_tokens``."""
+        if self.forced is None or self.rows is None:
+            return self._runner.argmax_tokens(logits)
+        return [self.forced[sum(map(len, self.rows)) - 1]] * len(logits)
 
     def _kept(self, logits: RunnerArray) -> RunnerArray:
         if self.rows is not None and len(logits):

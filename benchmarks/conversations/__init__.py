@@ -1,0 +1,1 @@
+"""How well a small cache per topic answers questions about long conversations."""
