@@ -9,13 +9,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
 import typer
 
+from benchmarks.plots import plot_decode_length
 from benchmarks.report import publish
 from midfill.arrays import Int32Array
 from midfill.cli.options import ModelOption
@@ -40,7 +41,7 @@ from midfill.runners.forward.attention import AttentionPlan
 from midfill.system.machine import Machine, describe_machine
 from midfill_lab.bench.methods.results import split_specifications
 from midfill_lab.cli.bench.options import JsonOption
-from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.cli.outputs import DocsOption, PlotOption
 from midfill_lab.reporting import ResultTable
 
 DENSE = "all keys"
@@ -257,7 +258,7 @@ def _at_length(
     heads, found = runner.config.layers * runner.config.query_heads, []
     for name, one in decodings.items():
         reads, method = one.kind.reads, methods[name]
-        keys = reads.pairs / reads.rows / heads if reads.rows else float(length + 5)
+        keys = reads.pairs / reads.rows / heads if reads.rows else _all_keys(runner, length + 5)
         summaries = 0
         if method is not None:
             width = 2 * runner.config.head_dim * runner._kv_cache.keys.itemsize
@@ -275,6 +276,12 @@ def _at_length(
             )
         )
     return found
+
+
+def _all_keys(runner: CpuRunner, seen: int) -> float:
+    """Return how many keys a row reads per layer that sees so many, where none are chosen."""
+    windows = map(runner.config.window_of, range(runner.config.layers))
+    return fmean(seen if window is None else min(window, seen) for window in windows)
 
 
 def length_table(report: LengthReport) -> ResultTable:
@@ -320,6 +327,7 @@ def decode_length(
     threads: Annotated[int, typer.Option(min=1, help="Threads that the model runs on.")] = 1,
     json: JsonOption = None,
     docs: DocsOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Measure decode step time against length, with all keys and with chosen ones."""
     named, known = split_specifications(methods), methods_of("decode")
@@ -342,3 +350,5 @@ def decode_length(
             progress=progress,
         )  # fmt: skip
     publish(report, length_table(report), section="decode-length", json=json, docs=docs)
+    if plot is not None:
+        plot_decode_length(report, plot)

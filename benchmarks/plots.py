@@ -1,8 +1,8 @@
-"""Plots of reports, for the documents: peers, rounds, methods of KV compression."""
+"""Plots of reports, for the documents: peers, rounds, methods, decodes against length."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from midfill_lab.bench.methods.report import exact_holes, held_share, prediction, recall
 from midfill_lab.bench.methods.results import FULL, MethodsReport, ModelResult, Variant
@@ -17,6 +17,9 @@ from midfill_lab.bench.peers.results import (
     times_faster,
 )
 from midfill_lab.bench.rounds import RoundsReport
+
+if TYPE_CHECKING:
+    from benchmarks.decode_length import LengthReport
 
 _LINES = ("-", "--", ":", "-.")
 
@@ -170,6 +173,39 @@ def plot_rounds(report: RoundsReport, path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def plot_decode_length(report: "LengthReport", path: Path) -> None:
+    """Plot step time against length, a line per method; the file's ending is the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for number, method in enumerate(dict.fromkeys(result.method for result in report.results)):
+        found = [result for result in report.results if result.method == method]
+        axes.plot(
+            [result.tokens for result in found],
+            [1000 * result.seconds for result in found],
+            marker="osD^vP"[number % 6],
+            color="black" if number == 0 else f"C{number - 1}",
+            linestyle="--" if number == 0 else "-",
+            label=method,
+        )
+    axes.set_xscale("log")
+    axes.set_xticks([result.tokens for result in found])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_xlabel("tokens of the text")
+    axes.set_ylabel("milliseconds per token")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{report.model}, {report.threads} thread{'s' * (report.threads > 1)}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

@@ -82,6 +82,7 @@ TESTED_THROUGH = {
         "lab/cli/evaluation/app",
         "lab/cli/evaluation/choices",
         "lab/cli/evaluation/confidence",
+        "lab/cli/evaluation/far",
         "lab/cli/evaluation/options",
         "lab/cli/evaluation/reuse",
     ),

@@ -11,6 +11,7 @@ from benchmarks.decode_length import (
     length_table,
     measure_decode_length,
 )
+from benchmarks.plots import plot_decode_length
 from midfill.errors import OptionError
 
 PAGES = "lserve:budget=192,static=0"
@@ -50,6 +51,13 @@ def test_the_table_has_a_row_per_method_and_a_column_per_length(report: LengthRe
     assert lines[2].startswith(f"| {DENSE} |")
     assert lines[3].startswith(f"| {PAGES} |")
     assert lines[4].startswith(f"| {TREE} |")
+
+
+def test_the_plot_has_a_line_per_method(report: LengthReport, tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    plot_decode_length(report, path)
+    drawn = path.read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in (DENSE, PAGES, TREE))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_others_can_be_named(calls: list[Call]) -> None:
 
 def test_nulls_and_single_parts_are_asked_for(calls: list[Call]) -> None:
     error("--methods", "cake", "--budgets", "0.25", "--nulls", "--measure", "needles,code")
-    few = ("--context", "1200", "--needles", "3", "--quick")
+    few = ("--context", "1200", "--needles", "3", "--code-context", "700", "--quick")
     error("--methods", "cake", "--measure", "needles", *few)
     (_, variants, options), (_, _, quick) = calls
     assert [one.null for one in variants] == [
@@ -61,6 +61,7 @@ def test_nulls_and_single_parts_are_asked_for(calls: list[Call]) -> None:
     assert len(options.depths) * options.needles >= 40
     assert options.code == MethodsOptions().code
     assert (quick.code, quick.context, quick.needles) == (0, 1200, 3)
+    assert (quick.code_context, quick.code_tokens) == (700, QUICK.code_tokens)
 
 
 def test_bad_options_are_one_clear_line(calls: list[Call]) -> None:

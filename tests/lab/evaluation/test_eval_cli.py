@@ -127,6 +127,24 @@ def test_windows_are_measured_and_the_chosen_one_is_written_beside_the_model(
     assert all(cost["moved"] > 0 and cost["typed"] <= 8 for cost in costs)
 
 
+def test_far_text_is_measured_and_the_run_can_be_continued(
+    midfill: Command, tmp_path: Path
+) -> None:
+    folder, results, page = (tmp_path / name for name in ("model", "a.json", "page.md"))
+    write_tiny("llama", folder, max_position_embeddings=4096)
+    arguments = (
+        *("far", "--model", folder, "--adapter", "none", "--threads", 1, "--files", HERE),
+        *("--windows", "200/100,800/100", "--methods", "", "--limit", 2, "--per-file", 1),
+        *("--shortest", 2000, "--max-tokens", 3, "--timed", 1, "--json", results),
+    )
+    assert midfill(*arguments)[0] == 0
+    status, shown, _ = midfill(*arguments, "--resume", "--docs", page)
+    assert status == 0
+    assert "A name that the file sets far above" in shown
+    assert "| 800/100 |" in page.read_text()
+    assert len(json_object(results)["carets"]) >= 2
+
+
 def test_jumps_are_measured_and_what_is_reused_is_written_beside_the_model(
     midfill: Command, tmp_path: Path
 ) -> None:
@@ -252,6 +270,14 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["empty"], "nothing to ask: name held-out Python files with --files"),
         (["empty", "--files", HERE, "--write", HERE], "set midfill.empty_threshold"),
         (["empty", "--files", HERE, "--write", HERE, "--threshold", "0.1"], "leave out --thresh"),
+        (["far"], "nothing to ask: name held-out source files with --files"),
+        (["far", "--files", HERE, "--methods", "nonsense"], "there is no method 'nonsense'"),
+        (["far", "--files", HERE, "--windows", "9"], "--windows takes characters before and after"),
+        (["far", "--files", HERE, "--processes", "2"], "leave it out"),
+        (
+            ["far", "--files", HERE, "--kinds", "near"],
+            "--kinds names near; there are far, imported",
+        ),
         (["reuse"], "nothing to ask: name held-out source files with --files"),
         (["reuse", "--files", HERE, "--methods", "cake"], "cake takes no KV from elsewhere"),
         (["reuse", "--files", HERE, "--longest", "9"], "no file has 12,000 to 9 characters"),

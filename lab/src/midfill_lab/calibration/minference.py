@@ -29,7 +29,6 @@ from midfill.methods.sparse_prefill.minference import (
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.forward.attention import QUERY_BLOCK
-from midfill.runners.forward.tree_search import TreeRule
 from midfill.runners.loading import load_runner
 from midfill.runners.torch.part_attention import TorchProbe
 from midfill.system.progress import Progress
@@ -148,21 +147,19 @@ class PatternSearchWork:
 
 @dataclass(eq=False)
 class KnownLayer:
-    """A layer whose attention is known; implements what patterns ask of ``LayerProbe``.
+    """A layer whose attention is known; implements ``PatternProbe``.
 
     Attributes:
-        layer, first, rows, query_heads, kv_heads, scale: see ``LayerProbe``.
+        first, rows, query_heads, kv_heads: see ``PatternProbe``.
         crosses: what ``masses`` returns.
         queries, keys: means of blocks.
         attention: float32 [query_heads, blocks, keys], softmax weights summed over each block.
     """
 
-    layer: int
     first: int
     rows: int
     query_heads: int
     kv_heads: int
-    scale: float
     crosses: tuple[Float32Array, Float32Array]
     queries: Float32Array
     keys: Float32Array
@@ -174,30 +171,22 @@ class KnownLayer:
         weights = probe.scores(probe.rows).softmax(dim=-1).numpy()
         starts = np.arange(0, probe.rows, QUERY_BLOCK)
         return cls(
-            probe.layer, probe.first, probe.rows, probe.query_heads, probe.kv_heads, probe.scale,
+            probe.first, probe.rows, probe.query_heads, probe.kv_heads,
             probe.masses(min(PROBED_ROWS, probe.rows)), probe.mean_queries(QUERY_BLOCK),
             probe.mean_keys(QUERY_BLOCK), np.add.reduceat(weights, starts, axis=1),
         )  # fmt: skip
 
     def masses(self, rows: int) -> tuple[Float32Array, Float32Array]:
-        """See ``LayerProbe.masses``."""
+        """See ``PatternProbe.masses``."""
         return self.crosses
 
-    def last_queries(self, rows: int) -> Float32Array:
-        """Not asked for by any pattern."""
-        raise NotImplementedError
-
     def mean_queries(self, block: int) -> Float32Array:
-        """See ``LayerProbe.mean_queries``."""
+        """See ``PatternProbe.mean_queries``."""
         return self.queries
 
     def mean_keys(self, block: int) -> Float32Array:
-        """See ``LayerProbe.mean_keys``."""
+        """See ``PatternProbe.mean_keys``."""
         return self.keys
-
-    def search(self, rule: TreeRule, stride: int) -> Int32Array:
-        """Not asked for by any pattern."""
-        raise NotImplementedError
 
     def evaluate(self, mask: BoolArray) -> tuple[Float64Array, Float64Array]:
         """Return a mask's share of the attention and of the products, per head: [query_heads].

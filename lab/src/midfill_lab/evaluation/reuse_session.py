@@ -33,7 +33,16 @@ NO_METHODS: Mapping[str, Method] = {}
 class Measured(NamedTuple):
     """One request: its cost until the first token's logits, these, and the answer's first line.
 
-    ``confidence`` is the model's estimate that the line is right; None if it has no rule for that.
+    Attributes:
+        ttft_seconds: until these logits were there.
+        row_layers, key_pairs: computed until then.
+        cached_tokens, reused_tokens: see ``Usage``.
+        log_probabilities: of the first token.
+        answer: up to its line's end.
+        ttft_processor_seconds, steps_processor_seconds: until the first logits, and after them, as
+            the process has used the processor.
+        steps: that the model ran after the first logits.
+        confidence: the model's estimate that the line is right; None if it has no rule for that.
     """
 
     ttft_seconds: float
@@ -43,6 +52,9 @@ class Measured(NamedTuple):
     reused_tokens: int
     log_probabilities: Float32Array
     answer: str
+    ttft_processor_seconds: float
+    steps_processor_seconds: float
+    steps: int
     confidence: float | None = None
 
 
@@ -145,7 +157,8 @@ class ReuseSession:
         assert counter.log_probabilities is not None
         return Measured(
             counter.seconds, counter.row_layers, counter.key_pairs, usage.cached_tokens,
-            usage.reused_tokens, counter.log_probabilities, text,
+            usage.reused_tokens, counter.log_probabilities, text, counter.processor_seconds,
+            time.process_time() - counter.first_at, counter.steps,
             None if confidence is None else confidence.estimate,
         )  # fmt: skip
 
@@ -166,17 +179,21 @@ class _WorkCounter:
 
     def start(self) -> None:
         """Begin to count."""
-        self.row_layers = self.key_pairs = 0
-        self.seconds = 0.0
+        self.row_layers = self.key_pairs = self.steps = 0
+        self.seconds = self.processor_seconds = 0.0
         self.log_probabilities: Float32Array | None = None
         self._started = time.perf_counter()
+        self.first_at = self._processor_started = time.process_time()
 
     def forward(self, batch: ForwardBatch) -> RunnerArray:
         """See ``Runner.forward``."""
         self._add(batch, self._runner.config.layers)
+        self.steps += self.log_probabilities is not None
         logits = self._runner.forward(batch)
         if self.log_probabilities is None and len(logits):
             self.seconds = time.perf_counter() - self._started
+            self.first_at = time.process_time()
+            self.processor_seconds = self.first_at - self._processor_started
             self.log_probabilities = log_softmax(self._runner.logits_ops.to_numpy(logits[0]))
         return logits
 

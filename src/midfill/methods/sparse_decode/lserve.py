@@ -82,7 +82,7 @@ class LServe:
         refuse_quantized_cache(NAME, model)
         if not self.static:
             return ChosenPages(self.selection_rule, self.interval)
-        refuse_windows(NAME, model.config)
+        refuse_windows(f"{NAME} with heads that stream (static above 0)", model.config)
         gates = load_tables(duoattention.NAME, duoattention.VERSION, model)["gates"]
         retrieval = tuple(duoattention.retrieval_heads(gates, self.static).tolist())
         return SplitPages(self.streaming_rule, retrieval, self.selection_rule, self.interval)

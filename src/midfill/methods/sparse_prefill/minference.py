@@ -17,7 +17,7 @@ vertical-slash only: here all three shapes compete.
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -131,7 +131,25 @@ class HeadPatterns:
         return SpanLists.from_mask(pattern_mask(probe, self.patterns[probe.layer]))
 
 
-def pattern_mask(probe: LayerProbe, patterns: tuple[Pattern, ...]) -> BoolArray:
+class PatternProbe(Protocol):
+    """What patterns look at of a layer: a part of ``LayerProbe``, which see for all of it."""
+
+    first: int
+    rows: int
+    query_heads: int
+    kv_heads: int
+
+    def masses(self, rows: int) -> tuple[Float32Array, Float32Array]:
+        """Return how much attention the last rows pay to each key and to each distance."""
+
+    def mean_queries(self, block: int) -> Float32Array:
+        """Return the mean query of each ``block`` rows: [query_heads, blocks, head_dim]."""
+
+    def mean_keys(self, block: int) -> Float32Array:
+        """Return the mean key of each ``block`` keys: [kv_heads, blocks, head_dim]."""
+
+
+def pattern_mask(probe: PatternProbe, patterns: tuple[Pattern, ...]) -> BoolArray:
     """Return which keys the query blocks attend to: [blocks, query_heads, keys].
 
     Args:
@@ -179,7 +197,7 @@ def _crosses(
     return columns, diagonals
 
 
-def _block_pairs(probe: LayerProbe, heads: list[int], counts: list[int]) -> BoolArray:
+def _block_pairs(probe: PatternProbe, heads: list[int], counts: list[int]) -> BoolArray:
     """Return the best blocks of keys of each query block: [query blocks, heads, key blocks]."""
     group = probe.query_heads // probe.kv_heads
     queries = probe.mean_queries(QUERY_BLOCK)[heads]

@@ -155,6 +155,22 @@ def test_nulls_answer_the_needles_alone_and_save_nothing(tiny_model: str) -> Non
     assert not nulls & (set(result.costs) | set(result.holes[0].answers))
 
 
+def test_nulls_of_methods_that_choose_in_each_row_predict_code_too(tiny_model: str) -> None:
+    variants = choose_variants("lserve:budget=192,static=0", [0.25], nulls=True)
+    options = msgspec.structs.replace(
+        choose_parts(OPTIONS, ("code",)), code_context=400, code_tokens=20
+    )
+    report = measure_methods([tiny_model], variants, options, threads=1)
+    (probe,) = report.models[0].probes
+    assert set(probe.scores) == {FULL, *(one.specification for one in variants)}
+    _, table = methods_tables(report)
+    by_null = {row["budget spent"]: row for row in table.rows}
+    assert set(by_null["pages at random"]) == {
+        "method", "budget", "budget spent", "code KL", "KL less, nats",
+    }  # fmt: skip
+    assert by_null["by the method"]["KL less, nats"] == "-" != by_null["recent pages"]["code KL"]
+
+
 def test_tables_and_plots_show_every_variant(report: MethodsReport, tmp_path: Path) -> None:
     text = markdown(methods_tables(report))
     assert text.count("| snapkv | 25% |") == 3

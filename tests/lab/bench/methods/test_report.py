@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from midfill.system.machine import describe_machine
-from midfill_lab.bench.methods.report import gain, methods_tables, recall
+from midfill_lab.bench.methods.report import gain, methods_tables, nearness, recall
 from midfill_lab.bench.methods.results import (
     FULL,
     MethodsOptions,
@@ -118,6 +118,22 @@ def test_a_model_that_finds_nothing_is_told_apart_from_a_method_that_loses() -> 
     ]
     assert "finds no needles and no needles among others with full KV" in str(captions[0])
     assert "with full KV" not in str(captions[1])
+
+
+def test_a_method_is_nearer_to_full_kv_by_the_mean_difference_on_the_same_files() -> None:
+    near, far = (
+        [Score(tokens=3, greedy=False, logprob=-1.0, divergence=kl + n / 10, agreement=1.0)]
+        for kl, n in ((0.1, 0), (0.4, 1))
+    )
+    probes = [
+        ProbeResult(f"{n}", "code", "", f"{n}", {METHOD.specification: near, NULL.specification: d})
+        for n, d in enumerate((far, far, near))
+    ]
+    found = nearness(ModelResult(model="m", fingerprint="", backend="b", probes=probes), NULL)
+    assert found is not None
+    assert found.value == pytest.approx(2 * 0.4 / 3)
+    assert found.low < found.value < found.high
+    assert nearness(ModelResult(model="m", fingerprint="", backend="b"), NULL) is None
 
 
 def test_every_cell_has_its_interval_and_nulls_have_a_table_of_their_own() -> None:

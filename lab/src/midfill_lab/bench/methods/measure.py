@@ -9,6 +9,7 @@ import msgspec
 
 from midfill.errors import MidfillError
 from midfill.methods.method import Method
+from midfill.methods.registry import methods_of, parse_name
 from midfill.system.machine import describe_machine
 from midfill_lab.bench.methods.nulls import make_null, share_observations
 from midfill_lab.bench.methods.probes import (
@@ -30,6 +31,7 @@ from midfill_lab.bench.methods.results import (
     MethodsReport,
     ModelResult,
     ProbeResult,
+    Task,
     Variant,
 )
 from midfill_lab.bench.methods.session import Holding, MethodSession
@@ -137,7 +139,7 @@ class _ModelRun:
         }
         share_observations(nulls.values())
         self._methods = [FULL, *(one.specification for one in suited if not one.null)]
-        self._nulls = [one.specification for one in suited if one.null]
+        self._nulls = [one for one in suited if one.null]
         found = earlier or ModelResult(model=model, fingerprint=session.fingerprint, backend="")
         self._result = msgspec.structs.replace(
             found, backend=session.info.backend, text=self._haystacks.source, refused=refused
@@ -160,7 +162,7 @@ class _ModelRun:
         results = {result.name: result for result in self._result.probes}
         for number, probe in enumerate(probes, 1):
             known = results[probe.name].scores if probe.name in results else {}
-            asked = [*self._methods, *(self._nulls if probe.task in NEEDLES else ())]
+            asked = [*self._methods, *self._nulls_for(probe.task)]
             missing = [specification for specification in asked if specification not in known]
             if not missing:
                 continue
@@ -175,6 +177,18 @@ class _ModelRun:
             results[probe.name] = merged
             self._replace(probes=list(results.values()))
             yield self._result
+
+    def _nulls_for(self, task: Task) -> Sequence[str]:
+        """Return the nulls that answer a task: in code, those of methods that choose in each row.
+
+        The others choose once, at the prompt's end, as their methods may do again in an answer.
+        """
+        if task in NEEDLES:
+            return [one.specification for one in self._nulls]
+        if task != "code":
+            return []
+        chosen = methods_of("decode")
+        return [one.specification for one in self._nulls if parse_name(one.of) in chosen]
 
     def _measure_holes(self, progress: Progress) -> Iterator[ModelResult]:
         options, results = self._options, {result.name: result for result in self._result.holes}

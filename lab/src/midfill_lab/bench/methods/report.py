@@ -136,22 +136,40 @@ def _nulls(report: MethodsReport, result: ModelResult) -> ResultTable | None:
     """Return the table of methods, each followed by its nulls and what it gains over them."""
     rows = [_null_row(result, FULL_KV)]
     rows += [_null_row(result, variant) for variant in _shown(report, result)]
-    prompts = [probe for probe in result.probes if probe.task in NEEDLES]
     return _filled(
         f"Methods beside their nulls: {result.model}",
         rows,
-        f"{result.model}, {result.backend}; {len(prompts)} prompts of {report.options.context:,}"
-        f" tokens of {result.text}, half of them with one needle, half with one among others. A"
+        f"{result.model}, {result.backend}; {_asked(report, result)}. A"
         " null spends as many cells as the method above it on something else. Gain: the method's"
         " minus the null's on the same prompts of both kinds: needles found, in points, and mean"
         " log-probability per token of the answer, in nats. The method is better or worse where"
-        f" the latter's interval is all on one side of 0. {_INTERVALS}{_floor(result)}",
+        " the latter's interval is all on one side of 0. KL less: the null's from full KV minus the"
+        f" method's, in nats per token of code. {_INTERVALS}{_floor(result)}",
     )
+
+
+def _asked(report: MethodsReport, result: ModelResult) -> str:
+    """Return what nulls were asked."""
+    options, tasks = report.options, [probe.task for probe in result.probes]
+    needles, code = sum(task in NEEDLES for task in tasks), tasks.count("code")
+    asked = []
+    if needles:
+        asked.append(
+            f"{needles} prompts of {options.context:,} tokens of {result.text}, half of them with"
+            " one needle, half with one among others"
+        )
+    if code:
+        asked.append(
+            f"{options.code_tokens} tokens of code after {options.code_context:,} in {code} files"
+        )
+    return "; ".join(asked)
 
 
 def _null_row(result: ModelResult, variant: Variant) -> dict[str, str]:
     needle, others = (recall(result, variant.specification, [task]) for task in NEEDLES)
     gained = gain(result, variant) if variant.null else None
+    code = prediction(result, variant.specification)
+    nearer = nearness(result, variant) if variant.null else None
     spent = "by the method" if variant != FULL_KV else _NOTHING
     return {
         **_heads(variant),
@@ -161,6 +179,8 @@ def _null_row(result: ModelResult, variant: Variant) -> dict[str, str]:
         "gain, points": _NOTHING if gained is None else estimate_cell(gained.found, signed=True),
         "gain, nats": _NOTHING if gained is None else figure_cell(gained.logprob, signed=True),
         "method is": _NOTHING if gained is None else gained.verdict,
+        "code KL": _NOTHING if code is None else _mean(code.divergence, 3),
+        "KL less, nats": _NOTHING if nearer is None else figure_cell(nearer, signed=True),
     }
 
 
@@ -355,6 +375,18 @@ def gain(result: ModelResult, null: Variant) -> Gain | None:
         estimate_difference([s.logprob for s in other], [s.logprob for s in own], groups),
         is_beyond(result, NEEDLES),
     )
+
+
+def nearness(result: ModelResult, null: Variant) -> Estimate | None:
+    """Return how much nearer to full KV a null's method is on code; None if not both were asked.
+
+    KL from full KV in nats per token, the null's minus the method's.
+    """
+    own, groups = _scores(result, null.of, {"code"}, None, slice(None))
+    other, others = _scores(result, null.specification, {"code"}, None, slice(None))
+    if not own or groups != others:
+        return None
+    return estimate_difference([s.divergence for s in own], [s.divergence for s in other], groups)
 
 
 def is_beyond(result: ModelResult, tasks: Iterable[Task]) -> bool:

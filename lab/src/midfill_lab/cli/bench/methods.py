@@ -37,7 +37,8 @@ NullsOption = Annotated[
     typer.Option(
         "--nulls",
         help="Measure each method's nulls, too, by needles: its budget spent at random, evenly, by"
-        " the plain score, or without what the method adds.",
+        " the plain score, or without what the method adds. Nulls of methods that choose in each"
+        " row predict code, too.",
     ),
 ]
 MeasureOption = Annotated[
@@ -63,6 +64,16 @@ NeedlesOption = Annotated[
         " --quick 1.",
     ),
 ]
+CodeContextOption = Annotated[
+    int | None,
+    typer.Option(
+        min=16, help="Tokens of a file before the code that is predicted; 1500, with --quick 1000."
+    ),
+]
+CodeTokensOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of code that are predicted per file; 128, with --quick 64."),
+]
 QuickOption = Annotated[
     bool, typer.Option("--quick", help="Fewer and shorter prompts: under five minutes.")
 ]
@@ -84,6 +95,8 @@ def methods(
     measure: MeasureOption = None,
     context: ContextOption = None,
     needles: NeedlesOption = None,
+    code_context: CodeContextOption = None,
+    code_tokens: CodeTokensOption = None,
     quick: QuickOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
@@ -113,8 +126,9 @@ def methods(
     variants = choose_variants(methods, chosen, nulls=nulls)
     parts = PARTS if measure is None else parse_names(measure, PARTS, "--measure")
     options = choose_parts(QUICK if quick else MethodsOptions(), parts)
-    if context is not None:
-        options = msgspec.structs.replace(options, context=context)
+    lengths = {"context": context, "code_context": code_context, "code_tokens": code_tokens}
+    given = {name: length for name, length in lengths.items() if length is not None}
+    options = msgspec.structs.replace(options, **given)
     if needles is not None and "needles" in parts:
         options = msgspec.structs.replace(options, needles=needles)
 

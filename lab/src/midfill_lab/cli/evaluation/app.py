@@ -12,6 +12,7 @@ from midfill.cli.options import KVCacheDtypeOption
 from midfill.config import KVCacheDtypeName
 from midfill_lab.cli.evaluation.choices import cuts, empty, snippets, windows
 from midfill_lab.cli.evaluation.confidence import confidence
+from midfill_lab.cli.evaluation.far import far
 from midfill_lab.cli.evaluation.options import (
     CandidatesOption,
     ConditionsOption,
@@ -56,6 +57,7 @@ app.command()(windows)
 app.command()(snippets)
 app.command()(empty)
 app.command()(reuse)
+app.command()(far)
 app.command()(confidence)
 
 
