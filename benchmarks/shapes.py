@@ -24,7 +24,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError, OptionError
-from midfill.models.checkpoints.gguf import GgufFile
+from midfill.models.checkpoints.gguf_file import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.config import Experts, LatentAttention
 from midfill.system.cache import cache_folder

@@ -9,7 +9,7 @@ from tiny_gguf import write_gguf
 
 from benchmarks.shapes import Shape, random_model, write_random_model
 from midfill.errors import MidfillError
-from midfill.models.checkpoints.gguf import GgufFile
+from midfill.models.checkpoints.gguf_file import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import Experts, LatentAttention
 from midfill.runners.cpu.packed_model import load_packed

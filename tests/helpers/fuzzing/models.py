@@ -19,7 +19,8 @@ from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.adapter import LoraConfig
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.gguf import GgufCheckpoint, GgufFile
+from midfill.models.checkpoints.gguf import GgufCheckpoint
+from midfill.models.checkpoints.gguf_file import GgufFile
 from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint
 from midfill.models.checkpoints.model_record import read_needs
 from midfill.models.checkpoints.safetensors_file import SafetensorsFile

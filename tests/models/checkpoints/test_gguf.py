@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midfill.errors import CheckpointError, ModelNotFoundError
-from midfill.models.checkpoints.gguf import GgufCheckpoint, GgufFile
+from midfill.models.checkpoints.gguf import GgufCheckpoint
+from midfill.models.checkpoints.gguf_file import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import tensor_shapes
