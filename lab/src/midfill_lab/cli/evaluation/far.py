@@ -26,7 +26,7 @@ MethodsOption = Annotated[
     str | None,
     typer.Option(
         help="Methods with their options, separated by blanks, asked with the widest window; by"
-        ' default lserve, hip and hip-prefill. "" asks none.'
+        ' default lserve and hip. "" asks none.'
     ),
 ]
 KindsOption = Annotated[
