@@ -279,7 +279,7 @@ def _at_length(
 
 
 def _all_keys(runner: CpuRunner, seen: int) -> float:
-    """Return how many keys a row reads per layer that sees so many, where none are chosen."""
+    """Return how many of ``seen`` keys a row reads without a method, on average over layers."""
     windows = map(runner.config.window_of, range(runner.config.layers))
     return fmean(seen if window is None else min(window, seen) for window in windows)
 
