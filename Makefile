@@ -4,7 +4,7 @@
 # make test-quality  what methods do to the default model's answers, beside their nulls
 # make test-python PYTHON=python3.13   the tests that need no torch, on another Python
 # make gateway-test   build midfill-gateway and test it in an environment of its own
-# make lint       ruff, mypy and the direction of imports
+# make lint       ruff, mypy, the direction of imports; with Node.js, the built pages, too
 # make web        build the browser pages anew from web/; needs Node.js
 # make web-check  whether the built pages are what web/ builds
 # make docs       build the documentation site into build/docs; open index.html there
@@ -58,6 +58,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src lab benchmarks tests examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+ifneq ($(shell command -v npm),)
+	$(MAKE) web-check
+else
+	@echo "skipped: no npm, so the built pages are not compared with their sources in web/"
+endif
 
 web: web/node_modules/.installed
 	cd web && npm run --silent build
