@@ -82,9 +82,6 @@ class _View(SequenceKeys):
         counts = [sum(block.tokens for block in blocks) for blocks in mixed.blocks]
         self.quantized_counts = np.array(counts, np.int32)
 
-    def read_quantized(self, head: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._mixed.decoded(head)
-
     def read_keys(self, head: int) -> np.ndarray:
         return np.concatenate((self._mixed.decoded(head)[0], self.read(head)[0]))
 

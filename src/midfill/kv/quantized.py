@@ -265,11 +265,14 @@ class QuantizedBlock:
 
     def decode(self, head_dim: int) -> tuple[Float32Array, Float32Array]:
         """Return the keys and values that it stands for: float32 [tokens, head_dim]."""
-        keys, values = self.fields[:STREAM_FIELDS], self.fields[STREAM_FIELDS:]
-        return (
-            unpack_stream(self.data, keys, self.tokens, head_dim).decode(),
-            unpack_stream(self.data, values, self.tokens, head_dim).decode(),
-        )
+        return self.decode_keys(head_dim), self._decode(self.fields[STREAM_FIELDS:], head_dim)
+
+    def decode_keys(self, head_dim: int) -> Float32Array:
+        """Return the keys alone: float32 [tokens, head_dim]."""
+        return self._decode(self.fields[:STREAM_FIELDS], head_dim)
+
+    def _decode(self, stream: tuple[int, ...], head_dim: int) -> Float32Array:
+        return unpack_stream(self.data, stream, self.tokens, head_dim).decode()
 
 
 @dataclass(frozen=True, eq=False)

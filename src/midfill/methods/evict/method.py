@@ -10,7 +10,7 @@ from typing import Protocol, Self, runtime_checkable
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array, Int64Array
-from midfill.kv.quantized import QuantizedBlocks, cell_data
+from midfill.kv.quantized import QuantizedBlock, QuantizedBlocks, cell_data
 from midfill.methods.evict.selection import Selection
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.cells import CellStore
@@ -82,21 +82,15 @@ class SequenceKeys:
         Returns:
             float32 [n, head_dim].
         """
-        exact = self._store.read_keys(self._cells[head])
-        if self._quantized is None:
+        exact, quantized = self._store.read_keys(self._cells[head]), self._quantized
+        if quantized is None:
             return exact
-        return np.concatenate((self.read_quantized(head)[0], exact))
+        blocks = [self._block(quantized, number) for number in quantized.numbers(head)]
+        return np.concatenate((*(each.decode_keys(self.config.head_dim) for each in blocks), exact))
 
-    def read_quantized(self, head: int) -> tuple[Float32Array, Float32Array]:
-        """Return what the quantised keys and values of a head stand for: float32 [n, head_dim]."""
-        dim, quantized = self.config.head_dim, self._quantized
-        found = [(np.zeros((0, dim), np.float32),) * 2]
-        if quantized is not None:
-            for number in quantized.numbers(head):
-                data = cell_data(*self._store.dump(quantized.cells_of(number)))
-                found.append(quantized.block(number, data).decode(dim))
-        keys, values = zip(*found, strict=True)
-        return np.concatenate(keys), np.concatenate(values)
+    def _block(self, quantized: QuantizedBlocks, number: int) -> QuantizedBlock:
+        cells = quantized.cells_of(number)
+        return quantized.block(number, cell_data(*self._store.dump(cells)))
 
 
 class SequenceCompressor(Protocol):

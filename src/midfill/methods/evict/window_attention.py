@@ -7,6 +7,7 @@ thing: what the last rows of a prompt (the observation window) attend to.
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
+from midfill.kernels.cpu.observation import received_attention as compiled
 from midfill.methods.evict.method import SequenceKeys
 
 _ONE_THREAD = 2**18
@@ -47,15 +48,9 @@ def head_attention(
         float32 [query heads of the KV head, rows, n]; see ``window_attention``. The first of the n
         keys are the quantised ones.
     """
-    config = keys.config
-    group = config.query_heads // config.kv_heads
-    layer, kv_head = divmod(head, config.kv_heads)
-    window, found = config.window_of(layer), keys.read_keys(head)
-    own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
-    scaled = np.multiply(own, np.float32(config.score_scale), order="C")
-    weights, count = query_key_products(scaled, found), len(found)
-    last = np.arange(count - queries.shape[1], count, dtype=np.int32)
-    row = (last if rows is None else rows)[:, None]
+    scaled, own_keys, window = _observed(keys, queries, head, rows)
+    weights = query_key_products(scaled, found := keys.read_keys(head))
+    row, count = own_keys[:, None], len(found)
     # All rows see the keys before the first row's, unless a window hides them.
     first = int(row.min(initial=count)) if window is None else 0
     key = np.arange(first, count)
@@ -90,8 +85,30 @@ def received_attention(
     Returns:
         float32 [n]: the sum of ``head_attention`` over query heads and rows.
     """
-    received: Float32Array = head_attention(keys, queries, head, rows).sum(axis=(0, 1))
-    return received
+    scaled, own_keys, window = _observed(keys, queries, head, rows)
+    return compiled.received_attention(scaled, keys.read_keys(head), own_keys, window)
+
+
+def _observed(
+    keys: SequenceKeys, queries: Float32Array, head: int, rows: Int32Array | None
+) -> tuple[Float32Array, Int32Array, int | None]:
+    """Return what a head's rows ask, which their own keys are, and how many keys they see.
+
+    Args:
+        keys, queries, head, rows: see ``head_attention``.
+
+    Returns:
+        float32 [query heads of the KV head, rows, head_dim], scaled; [rows] int32; None is all.
+    """
+    config = keys.config
+    group = config.query_heads // config.kv_heads
+    layer, kv_head = divmod(head, config.kv_heads)
+    own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
+    scaled = np.multiply(own, np.float32(config.score_scale), order="C")
+    if rows is None:
+        count = int(keys.counts[head] + keys.quantized_counts[head])
+        rows = np.arange(count - queries.shape[1], count, dtype=np.int32)
+    return scaled, rows, config.window_of(layer)
 
 
 def average_pool(scores: Float32Array, kernel: int) -> Float32Array:

@@ -1,0 +1,1 @@
+"""What observed rows attend to, compiled apart from the other kernels when first needed."""
