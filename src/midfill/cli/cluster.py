@@ -102,7 +102,8 @@ _NAMES = ("served_name", "aliases")
 _PROMPTS = ("fim_tokens", "window", "snippets", "idle_prefill", "logs")
 _ACCESS = ("api_keys", "api_key_file", "allowed_hosts")
 _LOADING = ("backend", "weights", "context", "kv_memory", "kv_cache_dtype")
-_STEPS = ("token_budget", "scheduler", "speculation", "method", "allow_methods", "reuse")
+_STEPS = ("token_budget", "scheduler", "speculation")
+_METHODS = ("method", "allow_methods", "reuse", "sentence_encoder")
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def up(
     access: Annotated[dict[str, Any], FlagsOf(ServeOptions, *_ACCESS)],
     adapter: AdapterOption = None,
     served: Annotated[dict[str, Any], FlagsOf(ServeOptions, *_NAMES, *_PROMPTS)],
-    engine: Annotated[dict[str, Any], FlagsOf(ModelOptions, *_LOADING, *_STEPS)],
+    engine: Annotated[dict[str, Any], FlagsOf(ModelOptions, *_LOADING, *_STEPS, *_METHODS)],
 ) -> None:
     """Start replicas; if some run already, change their model, number or options."""
     from midfill.cli.progress import show_steps

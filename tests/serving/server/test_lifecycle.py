@@ -243,6 +243,20 @@ def test_an_answer_in_progress_may_end_before_the_server_does(long_folder: Path)
         assert server.process.wait(60) in (0, 128 + signal.SIGTERM)
 
 
+def test_it_may_end_too_if_a_supervisor_signals_all_processes(long_folder: Path) -> None:
+    options = ["--kv-memory", "64MB", "--drain-timeout", "60"]
+    with start(long_folder, *options, step_seconds=STEP_SECONDS) as server:
+        with stream(server, n=1, max_tokens=50) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            for process in (server.engine_process(), server.process.pid):
+                os.kill(process, signal.SIGTERM)
+            *_, last, done = events_of([first, *lines])
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+        assert done == "[DONE]"
+        assert server.process.wait(60) in (0, 128 + signal.SIGTERM)
+
+
 def test_an_answer_that_takes_too_long_is_told_to_try_again(long_folder: Path) -> None:
     options = ["--kv-memory", "64MB", "--drain-timeout", "1"]
     with start(long_folder, *options, step_seconds=STEP_SECONDS) as server:

@@ -105,7 +105,10 @@ class _Channel:
 
 def main(address: str) -> NoReturn:
     """Load the model and run the engine; exit with status 1 if the model can't be loaded."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    # Ctrl-C and many supervisors signal all of a server's processes: this one ends when its server
+    # closes its input, so that answers in progress may end before.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()  # a crash, or the server's SIGABRT, tells where each thread was
     _volunteer_for_memory_kill()
     end = _End()

@@ -7,7 +7,6 @@ thing: what the last rows of a prompt (the observation window) attend to.
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.kernels.cpu.observation import received_attention as compiled
 from midfill.methods.evict.method import SequenceKeys
 
 _ONE_THREAD = 2**18
@@ -85,6 +84,9 @@ def received_attention(
     Returns:
         float32 [n]: the sum of ``head_attention`` over query heads and rows.
     """
+    # Not above: servers read methods' parameters without the libraries that compute.
+    from midfill.kernels.cpu.observation import received_attention as compiled
+
     scaled, own_keys, window = _observed(keys, queries, head, rows)
     return compiled.received_attention(scaled, keys.read_keys(head), own_keys, window)
 
