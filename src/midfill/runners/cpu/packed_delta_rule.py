@@ -1,19 +1,13 @@
 """Layers with the delta rule in the CPU kernels' form, and gates of the other layers' attention."""
 
-from typing import Any
-
 import numpy as np
 
-from midfill.kernels.cpu.linear import LinearWeights
-from midfill.kernels.cpu.memory import Float32Array
-from midfill.kernels.cpu.rows import RMS, NormWeights
 from midfill.kernels.cpu.simd import LANES
 from midfill.kernels.cpu.state_space.data import DeltaSizes, DeltaWeights
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
 from midfill.models.config import DeltaRule, ModelConfig
+from midfill.runners.cpu.packed_matrices import Arrays, packed_matrix, rms_norm
 from midfill.runners.cpu.packed_state_space import OUTPUT, PROJECT, layer_numbers, norms_before
-
-Arrays = dict[str, Any]
 
 QUERY_GATE = "query_gate"
 
@@ -38,12 +32,6 @@ def assemble_delta_rule(config: ModelConfig, rule: DeltaRule, arrays: Arrays) ->
     padded = panel_count(rule.projected) * PANEL
     zeros = np.zeros(config.layers * max(padded, hidden, rule.mixed, queries), np.float32)
 
-    def matrix(name: str, outputs: int, inputs: int) -> LinearWeights:
-        return LinearWeights(arrays[name], arrays[f"{name}.panels"], zeros, outputs, inputs)
-
-    def norm(weight: Float32Array, size: int) -> NormWeights:
-        return NormWeights(weight, np.zeros(0, np.float32), size, RMS, config.norm_epsilon)
-
     return DeltaWeights(
         sizes=DeltaSizes(
             layers=layers,
@@ -60,13 +48,13 @@ def assemble_delta_rule(config: ModelConfig, rule: DeltaRule, arrays: Arrays) ->
             consecutive=1 if rule.tiled else rule.heads // rule.key_heads,
         ),
         numbers=np.array(layer_numbers(config), np.int32),
-        before=norm(norms_before(config, rule, arrays), hidden),
-        project=matrix(PROJECT, rule.projected, hidden),
+        before=rms_norm(config, norms_before(config, rule, arrays), hidden),
+        project=packed_matrix(arrays, PROJECT, rule.projected, hidden, zeros),
         conv=arrays["ssm_conv"],
         conv_bias=zeros,
         dt_bias=arrays["ssm_dt_bias"],
         decay=arrays["ssm_decay"],
-        head_norm=norm(arrays["ssm_norm"], rule.head_dim),
-        output=matrix(OUTPUT, hidden, rule.inner),
-        query_gate=matrix(QUERY_GATE, queries, hidden),
+        head_norm=rms_norm(config, arrays["ssm_norm"], rule.head_dim),
+        output=packed_matrix(arrays, OUTPUT, hidden, rule.inner, zeros),
+        query_gate=packed_matrix(arrays, QUERY_GATE, queries, hidden, zeros),
     )

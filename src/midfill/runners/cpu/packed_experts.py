@@ -5,7 +5,6 @@ panel in turn, so that an expert's run of panels is one run of memory.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +14,8 @@ from midfill.kernels.cpu.linear import GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Float32Array, Int64Array
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
 from midfill.models.config import Experts, ModelConfig
+from midfill.runners.cpu.packed_matrices import NOTHING, Arrays, packed_matrix
 from midfill.stored_tensor import StoredTensor
-
-Arrays = dict[str, Any]
 
 ROUTER = "router"
 _CORRECTION = "router_correction"
@@ -155,24 +153,18 @@ def assemble_experts(config: ModelConfig, arrays: Arrays) -> ExpertWeights | Non
     gate, up = _halves(arrays, "shared_in", experts.shared_ffn, hidden, layers)
     router_rows = panel_count(experts.count + _gates_shared(experts)) * PANEL
     return ExpertWeights(
-        router=_matrix(arrays, ROUTER, router_rows, hidden, _ROUTER_BIAS),
+        router=packed_matrix(
+            arrays, ROUTER, router_rows, hidden, arrays.get(_ROUTER_BIAS, NOTHING)
+        ),
         gate_up=_expert_halves(arrays, experts, hidden, layers),
-        down=_matrix(arrays, "experts_out", hidden, experts.ffn, _OUT_BIAS),
+        down=packed_matrix(
+            arrays, "experts_out", hidden, experts.ffn, arrays.get(_OUT_BIAS, NOTHING)
+        ),
         shared=GateUpWeights(gate, up, activation=0, gated=True),
-        shared_down=_matrix(arrays, "shared_out", hidden, experts.shared_ffn),
+        shared_down=packed_matrix(arrays, "shared_out", hidden, experts.shared_ffn),
         correction=arrays.get(_CORRECTION, np.zeros(0, np.float32)),
         weight_factor=np.array([experts.weight_factor], np.float32),
         swiglu_limit=np.array([config.swiglu_limit], np.float32),
-    )
-
-
-def _matrix(arrays: Arrays, name: str, outputs: int, inputs: int, bias: str = "") -> LinearWeights:
-    return LinearWeights(
-        packed=arrays.get(name, np.zeros(0, np.uint8)),
-        panels=arrays.get(f"{name}.panels", np.zeros((0, 2), np.int64)),
-        bias=arrays.get(bias, np.zeros(0, np.float32)),
-        outputs=outputs,
-        inputs=inputs,
     )
 
 
@@ -180,7 +172,7 @@ def _halves(
     arrays: Arrays, name: str, outputs: int, inputs: int, matrices: int
 ) -> list[LinearWeights]:
     """Return gate and up, each with its own panels."""
-    matrix = _matrix(arrays, name, outputs, inputs)
+    matrix = packed_matrix(arrays, name, outputs, inputs)
     if len(matrix.panels) == 0:
         return [matrix, matrix]
     panels: npt.NDArray[np.int64] = matrix.panels.reshape(matrices, 2, -1, 2)
@@ -192,7 +184,9 @@ def _halves(
 
 def _expert_halves(arrays: Arrays, experts: Experts, hidden: int, layers: int) -> LinearWeights:
     """Return gate and up as one matrix, whose panels are in the order of memory."""
-    matrix = _matrix(arrays, "experts_in", 2 * experts.ffn, hidden, _IN_BIAS)
+    matrix = packed_matrix(
+        arrays, "experts_in", 2 * experts.ffn, hidden, arrays.get(_IN_BIAS, NOTHING)
+    )
     by_half = matrix.panels.reshape(layers * experts.count, 2, -1, 2)
     in_turn: Int64Array = np.ascontiguousarray(by_half.swapaxes(1, 2)).reshape(-1, 2)
     return matrix._replace(panels=in_turn)

@@ -6,7 +6,6 @@ can't be transposed.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -20,12 +19,11 @@ from midfill.kernels.cpu.latent.data import (
 from midfill.kernels.cpu.linear import LinearWeights
 from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
-from midfill.kernels.cpu.rows import RMS, NormWeights
 from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.models.config import LatentAttention, ModelConfig
+from midfill.runners.cpu.packed_matrices import NOTHING, Arrays, packed_matrix, rms_norm
 from midfill.stored_tensor import StoredTensor
 
-Arrays = dict[str, Any]
 Tensor = Callable[[str], StoredTensor]
 
 ABSORB, EXPAND, QUERY = "absorb", "expand", "query"
@@ -103,22 +101,16 @@ def assemble_latent(config: ModelConfig, arrays: Arrays) -> LatentWeights | None
     zeros = np.zeros(config.layers * max(projected, queries, heads * latent.rank), np.float32)
 
     def matrix(name: str, outputs: int, inputs: int) -> LinearWeights:
-        packed = arrays.get(name, np.zeros(0, np.uint8))
-        panels = arrays.get(f"{name}.panels", np.zeros((0, 2), np.int64))
-        return LinearWeights(packed, panels, zeros, outputs, inputs)
-
-    def norm(name: str, size: int) -> NormWeights:
-        weight = arrays.get(name, np.zeros(0, np.float32))
-        return NormWeights(weight, np.zeros(0, np.float32), size, RMS, config.norm_epsilon)
+        return packed_matrix(arrays, name, outputs, inputs, zeros)
 
     return LatentWeights(
         sizes=LatentSizes(
             latent.query_rank, latent.rank, latent.plain_dim, latent.rotary_dim, latent.value_dim
         ),
         project=matrix("qkv", projected, hidden),
-        query_norm=norm("q_a_norm", latent.query_rank),
+        query_norm=rms_norm(config, arrays.get("q_a_norm", NOTHING), latent.query_rank),
         query=matrix(QUERY, queries, latent.query_rank),
-        key_norm=norm("kv_a_norm", latent.rank),
+        key_norm=rms_norm(config, arrays["kv_a_norm"], latent.rank),
         absorb=matrix(ABSORB, heads * latent.rank, latent.plain_dim),
         expand=matrix(EXPAND, heads * latent.value_dim, latent.rank),
     )

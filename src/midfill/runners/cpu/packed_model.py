@@ -37,6 +37,7 @@ from midfill.runners.cpu.packed_latent import (
     assemble_latent,
     unsupported_latent,
 )
+from midfill.runners.cpu.packed_matrices import NOTHING, packed_matrix, rms_norm
 from midfill.runners.cpu.packed_state_space import (
     OUTPUT,
     PROJECT,
@@ -327,13 +328,7 @@ class _Stack:
 
     def linear(self, name: str, bias: str, outputs: int, inputs: int) -> LinearWeights:
         """Return a matrix with its bias; without weights if the model has no such matrix."""
-        return LinearWeights(
-            packed=self._arrays.get(name, np.zeros(0, np.uint8)),
-            panels=self._arrays.get(f"{name}.panels", np.zeros((0, 2), np.int64)),
-            bias=self._arrays[bias],
-            outputs=outputs,
-            inputs=inputs,
-        )
+        return packed_matrix(self._arrays, name, outputs, inputs, self._arrays[bias])
 
     def attended(self) -> LinearWeights:
         """Return what computes queries, keys and values.
@@ -364,10 +359,9 @@ class _Stack:
 
     def norm(self, name: str) -> NormWeights:
         """Return a norm of hidden rows; without weights if the model has no such norm."""
-        nothing = np.zeros(0, np.float32)
         return NormWeights(
-            weight=self._arrays.get(name, nothing),
-            bias=self._arrays.get(f"{name}_bias", nothing),
+            weight=self._arrays.get(name, NOTHING),
+            bias=self._arrays.get(f"{name}_bias", NOTHING),
             size=self._config.hidden,
             kind=LAYER if self._config.norm == "layer" else RMS,
             epsilon=self._config.norm_epsilon,
@@ -388,13 +382,8 @@ class _Stack:
     def head_norm(self, name: str) -> NormWeights:
         """Return the RMSNorm of each query or key head, of the layers that have attention."""
         weight = self._arrays[name]
-        return NormWeights(
-            weight=weight if self._config.state_space is None else self._of_attention(weight),
-            bias=np.zeros(0, np.float32),
-            size=self._config.head_dim,
-            kind=RMS,
-            epsilon=self._config.norm_epsilon,
-        )
+        own = weight if self._config.state_space is None else self._of_attention(weight)
+        return rms_norm(self._config, own, self._config.head_dim)
 
 
 def _decoder_config(config: ModelConfig) -> DecoderConfig:

@@ -1,14 +1,11 @@
 """Layers with a state in the CPU kernels' form: their weights, the memory of a step, the states."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations
-from midfill.kernels.cpu.linear import LinearWeights
 from midfill.kernels.cpu.memory import Float32Array, aligned_zeros
-from midfill.kernels.cpu.rows import RMS, NormWeights
 from midfill.kernels.cpu.simd import LANES
 from midfill.kernels.cpu.state_space.data import (
     DeltaWeights,
@@ -18,9 +15,9 @@ from midfill.kernels.cpu.state_space.data import (
 )
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
 from midfill.models.config import ModelConfig, StateLayers, StateSpace
+from midfill.runners.cpu.packed_matrices import Arrays, packed_matrix, rms_norm
 from midfill.stored_tensor import StoredTensor
 
-Arrays = dict[str, Any]
 Tensor = Callable[[str], StoredTensor]
 
 PROJECT, OUTPUT = "ssm_in", "ssm_out"
@@ -118,12 +115,6 @@ def assemble_state_space(config: ModelConfig, space: StateSpace, arrays: Arrays)
     padded = panel_count(space.projected) * PANEL
     zeros = np.zeros(layers * max(padded, hidden, space.mixed), np.float32)
 
-    def matrix(name: str, outputs: int, inputs: int) -> LinearWeights:
-        return LinearWeights(arrays[name], arrays[f"{name}.panels"], zeros, outputs, inputs)
-
-    def norm(weight: Float32Array, size: int) -> NormWeights:
-        return NormWeights(weight, np.zeros(0, np.float32), size, RMS, config.norm_epsilon)
-
     return StateWeights(
         sizes=StateSizes(
             layers=layers,
@@ -138,15 +129,15 @@ def assemble_state_space(config: ModelConfig, space: StateSpace, arrays: Arrays)
             stride=padded,
         ),
         numbers=np.array(layer_numbers(config), np.int32),
-        before=norm(norms_before(config, space, arrays), hidden),
-        project=matrix(PROJECT, space.projected, hidden),
+        before=rms_norm(config, norms_before(config, space, arrays), hidden),
+        project=packed_matrix(arrays, PROJECT, space.projected, hidden, zeros),
         conv=arrays["ssm_conv"],
         conv_bias=arrays.get("ssm_conv_bias", zeros),
         dt_bias=arrays["ssm_dt_bias"],
         decay=arrays["ssm_decay"],
         skip=arrays["ssm_skip"],
-        gate_norm=norm(arrays["ssm_norm"], space.inner),
-        output=matrix(OUTPUT, hidden, space.inner),
+        gate_norm=rms_norm(config, arrays["ssm_norm"], space.inner),
+        output=packed_matrix(arrays, OUTPUT, hidden, space.inner, zeros),
     )
 
 
