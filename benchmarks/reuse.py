@@ -58,6 +58,7 @@ from midfill_lab.bench.documents import unseen_documents
 from midfill_lab.bench.methods.probes import draw_lines
 from midfill_lab.cli.bench.options import JsonOption, LoadedModelOption
 from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.evaluation.conditions import required
 from midfill_lab.evaluation.jumps import parse_reuse_methods
 from midfill_lab.evaluation.metrics import is_exact_first_line
 from midfill_lab.evaluation.models import ModelChoice
@@ -117,8 +118,7 @@ def measure_reuse(
         )
 
     try:
-        if session.format is None:
-            raise MidfillError(f"{model} has no FIM tokens: it can't fill in anything")
+        required(session.format)
         run = _Run(session, options)
         holes = draw(documents.texts, max(options.jumps, options.contexts, options.shown))
         for trial in run.trials(windows, holes, documents.texts):

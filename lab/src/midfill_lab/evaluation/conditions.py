@@ -21,6 +21,19 @@ _TYPED_CHARACTERS = 40
 _MAX_FRAGMENT_CHARACTERS = 8
 
 
+def required(format: FimFormat | None) -> FimFormat:
+    """Return a model's FIM tokens.
+
+    Raises:
+        MidfillError: it has none.
+    """
+    if format is None:
+        raise MidfillError(
+            "the model has no FIM tokens that midfill knows: name them with --fim-tokens"
+        )
+    return format
+
+
 @dataclass(frozen=True, slots=True)
 class Condition:
     """One way of asking.

@@ -15,7 +15,7 @@ from midfill_lab.evaluation.choice import (
     cheapest_caption,
     choose_cheapest,
 )
-from midfill_lab.evaluation.conditions import Condition
+from midfill_lab.evaluation.conditions import Condition, required
 from midfill_lab.evaluation.evaluate import InfillingReport
 
 WHOLE = "whole"
@@ -65,10 +65,7 @@ def cut_conditions(distances: Sequence[int], format: FimFormat | None) -> tuple[
     Raises:
         MidfillError: the model's prompts are not cut.
     """
-    if format is None:
-        raise MidfillError(
-            "the model has no FIM tokens that midfill knows: name them with --fim-tokens"
-        )
+    format = required(format)
     if format.order != "psm":
         raise MidfillError(
             f"there is nothing to measure: {format.name} reads the suffix first, so its prompts"

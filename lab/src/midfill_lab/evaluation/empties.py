@@ -27,7 +27,7 @@ import numpy as np
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
 from midfill_lab.evaluation.choice import Half, run_notes, split_in_halves
-from midfill_lab.evaluation.conditions import Condition
+from midfill_lab.evaluation.conditions import Condition, required
 from midfill_lab.evaluation.evaluate import InfillingReport, Outcome
 from midfill_lab.evaluation.problems import CARET_TASKS, EMPTY_TASKS, Task
 from midfill_lab.evaluation.report import LEGEND, ReportTables, estimate_cell
@@ -214,10 +214,7 @@ def empty_conditions(format: FimFormat | None) -> tuple[Condition, ...]:
     Raises:
         MidfillError: the model doesn't see what follows the caret.
     """
-    if format is None:
-        raise MidfillError(
-            "the model has no FIM tokens that midfill knows: name them with --fim-tokens"
-        )
+    required(format)
     return EMPTY_CONDITIONS
 
 

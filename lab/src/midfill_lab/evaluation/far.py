@@ -24,6 +24,7 @@ from midfill.infill.window import WindowRule
 from midfill.methods.registry import OFF, resolve_method
 from midfill.system.machine import describe_machine
 from midfill.system.progress import Progress
+from midfill_lab.evaluation.conditions import required
 from midfill_lab.evaluation.far_carets import FAR_KINDS, FarCaret, FarCarets, FarKind
 from midfill_lab.evaluation.metrics import is_exact_first_line
 from midfill_lab.evaluation.reuse_session import ReuseSession
@@ -252,13 +253,9 @@ def measure_far(
         MidfillError: the model has no FIM tokens, a method doesn't suit it, or the earlier run was
             another.
     """
-    if session.format is None:
-        raise MidfillError(
-            "the model has no FIM tokens that midfill knows: name them with --fim-tokens"
-        )
-    backend, _, _ = session.info.backend.partition(",")  # answers don't depend on threads
+    required(session.format)
     report = FarReport(
-        model=f"{model}, {backend}",
+        model=f"{model}, {session.backend}",
         fingerprint=session.fingerprint,
         machine=str(describe_machine()),
         load=os.getloadavg()[0],

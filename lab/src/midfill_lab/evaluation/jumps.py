@@ -26,6 +26,7 @@ from midfill.methods.resolver import check_reuse
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.system.machine import describe_machine
 from midfill.system.progress import Progress
+from midfill_lab.evaluation.conditions import required
 from midfill_lab.evaluation.holes import draw_holes
 from midfill_lab.evaluation.metrics import is_exact_first_line
 from midfill_lab.evaluation.problems import Problem
@@ -244,13 +245,9 @@ def measure_jumps(
         MidfillError: the model has no FIM tokens, a method doesn't suit it, or the earlier run was
             another.
     """
-    if session.format is None:
-        raise MidfillError(
-            "the model has no FIM tokens that midfill knows: name them with --fim-tokens"
-        )
-    backend, _, _ = session.info.backend.partition(",")  # answers don't depend on threads
+    required(session.format)
     report = JumpReport(
-        model=f"{model}, {backend}",
+        model=f"{model}, {session.backend}",
         fingerprint=session.fingerprint,
         machine=str(describe_machine()),
         load=os.getloadavg()[0],

@@ -118,6 +118,11 @@ class ReuseSession:
         """The model's FIM tokens; None if it has none."""
         return fim_format(self._checkpoint, self._fim_tokens)
 
+    @property
+    def backend(self) -> str:
+        """What runs the model, without the number of threads, on which no answer depends."""
+        return self.info.backend.partition(",")[0]
+
     def tenant_who_asked(self, prompts: Sequence[Prompt], method: str = OFF) -> str:
         """Return a new tenant who has asked some prompts, and nothing else."""
         tenant = f"tenant {next(self._numbers)}"
