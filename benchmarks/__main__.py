@@ -18,6 +18,7 @@ COMMANDS = {
     "decode-length": "decode_length",
     "disaggregation": "disaggregation.measure",
     "evaluation-page": "evaluation.commands",
+    "expert-offload": "expert_offload",
     "gateway": "gateway",
     "gateway-rounds": "gateway_rounds",
     "held-out": "evaluation.commands",

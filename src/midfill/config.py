@@ -173,6 +173,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         expert_offload: whether the CPU kernels leave a mixture's experts on disk, from where the
             system keeps in memory what is used most: "auto" where all weights exceed the free
             memory and the others don't.
+        expert_memory: bytes of the torch backend's device for a mixture's experts, of which the
+            others stay in the machine's memory; None puts all of them on the device.
         threads: CPU threads per step; None takes the cores this process may use.
         context: maximum tokens of a prompt and its answer; None takes the model's own.
         kv_memory: bytes for KV; None sizes it from free memory.
@@ -221,6 +223,16 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             " memory what is used most; by default where the model exceeds the free memory.",
         ),
     ] = "auto"
+    expert_memory: Annotated[
+        int | None,
+        Flag(
+            panel="Memory",
+            kind="size",
+            metavar="SIZE",
+            help="With --backend torch, the device's memory for experts of a mixture of experts;"
+            " the others stay in the machine's memory, and are computed by its CPU or copied.",
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         Flag(

@@ -6,8 +6,10 @@ import sys
 import types
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from packed_steps import Sequence, Stepper
 from tiny_checkpoints import write_tiny, write_variant
 
 from midfill.config import ModelOptions
@@ -19,6 +21,8 @@ from midfill.runners.cpu.weight_packing import packed_size
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import (
+    ExpertRoom,
+    choose_expert_slots,
     choose_slots,
     choose_states,
     load_runner,
@@ -234,3 +238,53 @@ def test_memory_for_too_few_states_is_one_clear_line(tmp_path: Path, tiny_folder
     with pytest.raises(OptionError, match="the free memory, 100 bytes, holds 0 states"):
         choose_states(config, ModelOptions(), 100)
     assert choose_states(open_checkpoint(tiny_folder).config, ModelOptions(), 100) == 0
+
+
+class TestExpertsBeyondTheDevice:
+    ONE = 4 * 3 * 64 * 96 * 3
+    """Bytes of one expert of each of three layers, in float32."""
+
+    @pytest.fixture
+    def mixture(self, tmp_path: Path) -> Path:
+        return write_tiny("qwen3moe", tmp_path / "mixture")
+
+    def test_the_device_has_room_for_whole_experts(self, mixture: Path) -> None:
+        checkpoint = open_checkpoint(mixture)
+        for memory, slots in (
+            (0, 0), (self.ONE - 1, 0), (3 * self.ONE, 3), (99 * self.ONE, 8),
+        ):  # fmt: skip
+            room = choose_expert_slots(checkpoint, memory, 4)
+            assert room == ExpertRoom(slots, (8 - slots) * self.ONE)
+        assert choose_expert_slots(checkpoint, None, 4) is None
+
+    def test_answers_are_the_same(self, mixture: Path) -> None:
+        options = ModelOptions(backend="torch", device="cpu", kv_memory=4_000_000)
+        some = msgspec.structs.replace(options, expert_memory=2 * self.ONE)
+        runners = [load_runner(open_checkpoint(mixture), each) for each in (options, some)]
+        plain, offloaded = (Stepper(each) for each in runners)
+        found = [
+            np.array(each.runner.forward(each.pack([(Sequence(list(range(5, 45))), 40)])))
+            for each in (plain, offloaded)
+        ]
+        np.testing.assert_array_equal(*found)
+        assert runners[1].decoder.offloaded is not None  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (ModelOptions(backend="torch", device="cpu", expert_memory=1), "has no experts"),
+            (ModelOptions(backend="cpu", expert_memory=1), "needs --backend torch"),
+        ],
+    )
+    def test_one_line_says_where_it_makes_no_sense(
+        self, tiny_folder: Path, options: ModelOptions, problem: str
+    ) -> None:
+        with pytest.raises(OptionError, match=f"--expert-memory.*{problem}"):
+            load_runner(open_checkpoint(tiny_folder), options)
+
+    def test_one_line_says_what_the_machines_memory_lacks(
+        self, mixture: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("midfill.runners.loading.available_memory", lambda: 1000)
+        with pytest.raises(MidfillError, match=r"its experts take .* and 0\.977 KB are free"):
+            choose_expert_slots(open_checkpoint(mixture), 0, 4)

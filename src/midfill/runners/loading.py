@@ -1,6 +1,7 @@
 """load_runner: choose the implementation that runs a checkpoint, and its number of KV slots."""
 
 import math
+from dataclasses import dataclass
 
 from midfill.config import ModelOptions
 from midfill.errors import MidfillError, OptionError
@@ -81,6 +82,11 @@ def _load_cpu(
     checkpoint: Checkpoint, options: ModelOptions, progress: Progress | None
 ) -> CpuRunner:
     config = checkpoint.config
+    if options.expert_memory is not None:
+        raise OptionError(
+            "--expert-memory needs --backend torch; the CPU kernels leave experts on disk where"
+            " they don't fit (--expert-offload)"
+        )
     kv_cache_dtype = choose_kv_cache_dtype(checkpoint, options.weights, options.kv_cache_dtype)
     free = available_memory()
     check_kv_memory(options.kv_memory, free)
@@ -270,14 +276,15 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    experts = choose_expert_slots(checkpoint, options.expert_memory, dtype.itemsize)
     if device.startswith("cuda"):
-        dtype = torch.bfloat16
         free = _free_on_gpu(device)
         weights = sum(math.prod(checkpoint.tensor(name).shape) for name in checkpoint.names())
+        held = weights * dtype.itemsize - (0 if experts is None else experts.left_out)
         check_kv_memory(options.kv_memory, free)
-        budget = (free - weights * dtype.itemsize) * _GPU_SHARE
+        budget = (free - held) * _GPU_SHARE
     else:
-        dtype = torch.float32
         free = available_memory()
         check_kv_memory(options.kv_memory, free)
         budget = free * _CPU_SHARE
@@ -286,7 +293,58 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
     token_bytes = len(config.attention_layers) * config.kv_heads * entry
     states = choose_states(config, options, budget)
     slots = choose_slots(config, options, budget, token_bytes, states)
-    return TorchRunner(checkpoint, slots=slots, states=states, device=device, dtype=dtype)
+    return TorchRunner(
+        checkpoint, slots=slots, states=states, device=device, dtype=dtype,
+        expert_slots=None if experts is None else experts.slots,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertRoom:
+    """What a device has room for of a mixture's experts.
+
+    Attributes:
+        slots: experts of each layer.
+        left_out: bytes of the weights that stay in the machine's memory alone.
+    """
+
+    slots: int
+    left_out: int
+
+
+def choose_expert_slots(
+    checkpoint: Checkpoint, expert_memory: int | None, element_bytes: int
+) -> ExpertRoom | None:
+    """Return what the device has room for; None if nothing is offloaded.
+
+    Args:
+        checkpoint: the model.
+        expert_memory: see ``ModelOptions``.
+        element_bytes: of a weight on the device.
+
+    Raises:
+        OptionError: the model has no experts.
+        MidfillError: the machine's memory doesn't hold them.
+    """
+    if expert_memory is None:
+        return None
+    config = checkpoint.config
+    if config.experts is None:
+        raise OptionError("--expert-memory: this model has no experts; leave it out")
+    sizes = [
+        math.prod(checkpoint.tensor(name).shape)
+        for name in checkpoint.names()
+        if ".experts." in name
+    ]
+    total, free = sum(sizes) * element_bytes, available_memory()
+    if total > free:
+        raise MidfillError(
+            f"{checkpoint.path.name}: its experts take {format_size(total)} of the machine's"
+            f" memory, and {format_size(free)} are free: {format_size(total - free)} are missing"
+        )
+    per_slot = total // config.experts.count  # one expert of each layer
+    slots = min(expert_memory // per_slot, config.experts.count)
+    return ExpertRoom(slots, total - slots * per_slot)
 
 
 def _free_on_gpu(device: str) -> int:

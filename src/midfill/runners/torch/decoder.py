@@ -4,6 +4,7 @@ This is the reference that other implementations are tested against, and what ru
 of all requests are packed. A caller may run a range of layers and change the rows between them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -13,11 +14,14 @@ import torch
 from torch.nn import functional
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.models.config import DeltaRule, Experts, ModelConfig, StateSpace
+from midfill.models.config import DeltaRule, ModelConfig, StateSpace
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import model_tables
 from midfill.runners.torch.delta_rule import apply_delta_rule
 from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
+from midfill.runners.torch.experts.assignment import ExpertCosts
+from midfill.runners.torch.experts.offloaded import ExpertOutput, OffloadedExperts
+from midfill.runners.torch.experts.routing import Routing, route
 from midfill.runners.torch.part_attention import PlannedRequest, attend_planned, prepare_plans
 from midfill.runners.torch.state_space import StateRows, TorchStates, mix_rows
 from midfill.runners.torch.weights import (
@@ -97,8 +101,12 @@ class Decoder:
         weights: all on one device and of one dtype, which hidden rows have too.
         kv_cache: on the same device.
         states: on the same device; None for models without.
+        expert_slots: how many experts of each layer the device has room for, the others being in
+            the machine's memory; None if it has all of them.
+        expert_costs: see ``OffloadedExperts``.
 
     Attributes:
+        offloaded: computes experts that the device hasn't room for; None if it has all of them.
         observed: the rotated queries of the last batch's observed rows, [n, query_heads, head_dim]
             per layer.
     """
@@ -109,6 +117,9 @@ class Decoder:
         weights: DecoderWeights,
         kv_cache: KVCache,
         states: TorchStates | None = None,
+        *,
+        expert_slots: int | None = None,
+        expert_costs: ExpertCosts | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
@@ -123,6 +134,18 @@ class Decoder:
         tables = [self._turns(table) for table in model_tables(config)]
         self._tables = (tables[0], tables[-1])
         self._windows = {config.window_of(layer) for layer in range(config.layers)}
+        self.offloaded: OffloadedExperts | None = None
+        if expert_slots is not None and config.experts is not None:
+            mixtures = {
+                number: layer.mlp
+                for number, layer in enumerate(weights.layers)
+                if isinstance(layer.mlp, ExpertWeights)
+            }
+            with torch.inference_mode():
+                self.offloaded = OffloadedExperts(
+                    config.experts, mixtures, self.device, expert_slots, self._mlp,
+                    costs=expert_costs,
+                )  # fmt: skip
 
     def prepare(self, batch: ForwardBatch, first: int = 0) -> PreparedBatch:
         """Copy to the device, once for all layers, what they need of a batch.
@@ -335,28 +358,43 @@ class Decoder:
         """Send each row to the experts that the layer's router chooses; see ``Experts``."""
         experts = self.config.experts_of(index)
         assert experts is not None
-        scores = _linear(hidden, layer.router).float()
-        shares = scores.sigmoid() if experts.scoring == "sigmoid" else scores.softmax(dim=-1)
-        preferred = scores if layer.correction is None else shares + layer.correction
-        preferred = _within_groups(experts, preferred)
-        chosen = preferred.sort(dim=-1, descending=True, stable=True).indices
-        chosen = chosen[:, : experts.per_token]
-        weights = shares.gather(1, chosen)
-        if experts.normalised:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        weights = weights * experts.weight_factor
+        routing = route(experts, layer, hidden)
+        if self.offloaded is None:
+            outputs = self._computed(layer, routing, hidden)
+        else:
+            later = self._predicted(index, hidden, self.offloaded.lookahead)
+            outputs = iter(self.offloaded.run(index, hidden, routing, later))
         mixed = torch.zeros_like(hidden)
-        for number, expert in enumerate(layer.experts):
-            rows, ranks = torch.where(chosen == number)
-            if len(rows):
-                expanded = self._mlp(expert, hidden[rows])
-                mixed.index_add_(0, rows, expanded * weights[rows, ranks, None].to(hidden.dtype))
+        for output in outputs:
+            weights = routing.weights[output.rows, output.ranks, None].to(hidden.dtype)
+            mixed.index_add_(0, output.rows, output.expanded * weights)
         if layer.shared is None:
             return mixed
         shared = self._mlp(layer.shared, hidden)
         if layer.shared_router is not None:
             shared = functional.linear(hidden, layer.shared_router).sigmoid() * shared
         return mixed + shared
+
+    def _computed(
+        self, layer: ExpertWeights, routing: Routing, hidden: torch.Tensor
+    ) -> Iterator[ExpertOutput]:
+        """Yield what each expert makes of its rows, all on the device."""
+        for number, expert in enumerate(layer.experts):
+            rows, ranks = torch.where(routing.chosen == number)
+            if len(rows):
+                yield ExpertOutput(rows, ranks, self._mlp(expert, hidden[rows]))
+
+    def _predicted(self, index: int, hidden: torch.Tensor, layers: int) -> dict[int, Routing]:
+        """Return what the routers of the next layers would choose for a layer's rows.
+
+        What layers add is small beside the rows, so it is mostly what they will choose.
+        """
+        predicted = {}
+        for number in range(index + 1, min(index + 1 + layers, self.config.layers)):
+            mlp, experts = self.weights.layers[number].mlp, self.config.experts_of(number)
+            if experts is not None and isinstance(mlp, ExpertWeights):
+                predicted[number] = route(experts, mlp, hidden)
+        return predicted
 
     def _activate(self, values: torch.Tensor) -> torch.Tensor:
         match self.config.activation:
@@ -425,15 +463,3 @@ def _in_key_order(latent: torch.Tensor, turning: torch.Tensor, turns: Turns) -> 
     turned = _rotated(pairs[..., 0::2], pairs[..., 1::2], turns)
     halves = zip(latent.chunk(2, dim=-1), turned, strict=True)
     return torch.cat([part.to(latent.dtype) for half in halves for part in half], dim=-1)
-
-
-def _within_groups(experts: Experts, preferred: torch.Tensor) -> torch.Tensor:
-    """Return [rows, experts] with -inf for experts outside of the groups that a row is sent to."""
-    if experts.groups == 1:
-        return preferred
-    by_group = preferred.view(len(preferred), experts.groups, -1)
-    best = by_group.topk(2 if experts.corrected else 1, dim=-1).values.sum(dim=-1)
-    order = best.sort(dim=-1, descending=True, stable=True).indices
-    outside = torch.ones_like(best, dtype=torch.bool)
-    outside.scatter_(1, order[:, : experts.groups_per_token], False)
-    return by_group.masked_fill(outside[..., None], -torch.inf).flatten(1)

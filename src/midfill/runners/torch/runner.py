@@ -13,6 +13,7 @@ from midfill.runners.forward.logits import LogitsOps, argmax_tokens
 from midfill.runners.rope import layer_frequencies
 from midfill.runners.torch.cells import TorchCells
 from midfill.runners.torch.decoder import Decoder, KVCache
+from midfill.runners.torch.experts.assignment import ExpertCosts
 from midfill.runners.torch.logits import TorchLogits
 from midfill.runners.torch.state_space import TorchStates
 from midfill.runners.torch.weights import load_weights
@@ -32,6 +33,7 @@ class TorchRunner:
         states: how many states, if the model has any.
         device: "cpu", "cuda", "cuda:1", ...
         dtype: of weights, KV and hidden rows; logits are always float32.
+        expert_slots, expert_costs: see ``Decoder``.
 
     Raises:
         CheckpointError: a tensor can't be read.
@@ -46,15 +48,21 @@ class TorchRunner:
         states: int = DEFAULT_STATES,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        expert_slots: int | None = None,
+        expert_costs: ExpertCosts | None = None,
     ) -> None:
         self.config = checkpoint.config
         target = _find_device(device)
         self.logits_ops: LogitsOps = NUMPY_LOGITS if target.type == "cpu" else TorchLogits()
-        weights = load_weights(checkpoint, target, dtype)
+        offload = expert_slots is not None
+        weights = load_weights(checkpoint, target, dtype, offload_experts=offload)
         kv_cache = KVCache.empty(self.config, slots, target, dtype)
         space = self.config.state_space
         held = None if space is None else TorchStates(space, states, target)
-        self.decoder = Decoder(self.config, weights, kv_cache, held)
+        self.decoder = Decoder(
+            self.config, weights, kv_cache, held,
+            expert_slots=expert_slots, expert_costs=expert_costs,
+        )  # fmt: skip
 
     @property
     def slots(self) -> int:

@@ -112,7 +112,7 @@ class ExpertWeights:
     Attributes:
         router: [experts, hidden], with a bias in some models.
         correction: float32 [experts], see ``Experts.corrected``; None where there is none.
-        experts: one MLP each.
+        experts: one MLP each; in the machine's memory, if the device has no room for all.
         shared_router: [1, hidden]; None where what tokens share has no gate.
         shared: what they share.
     """
@@ -170,22 +170,38 @@ class DecoderWeights:
 
 
 def load_weights(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    offload_experts: bool = False,
 ) -> DecoderWeights:
     """Dequantise a checkpoint's tensors one by one and copy them to the device.
+
+    Args:
+        checkpoint: the model.
+        device, dtype: of the tensors.
+        offload_experts: whether those of experts stay in the machine's memory.
 
     Raises:
         CheckpointError: a tensor can't be read.
     """
-    return _Loader(checkpoint, device, dtype).load()
+    return _Loader(checkpoint, device, dtype, offload_experts).load()
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        offload_experts: bool,
+    ) -> None:
         self._checkpoint = checkpoint
         self._names = tensor_shapes(checkpoint.config).keys()
         self._device = device
         self._dtype = dtype
+        self._offload_experts = offload_experts
 
     def load(self) -> DecoderWeights:
         config = self._checkpoint.config
@@ -274,9 +290,12 @@ class _Loader:
             expand=expand.contiguous(),
         )
 
-    def _mlp(self, prefix: str) -> MlpWeights:
+    def _mlp(self, prefix: str, device: torch.device | None = None) -> MlpWeights:
         gate = (f"{prefix}.gate",) if self._checkpoint.config.gated_mlp else ()
-        return MlpWeights(self._affine(*gate, f"{prefix}.up"), self._affine(f"{prefix}.down"))
+        return MlpWeights(
+            up=self._affine(*gate, f"{prefix}.up", device=device),
+            down=self._affine(f"{prefix}.down", device=device),
+        )
 
     def _experts(self, layer: str, experts: Experts) -> ExpertWeights:
         shared = experts.shared_ffn > 0
@@ -285,26 +304,43 @@ class _Loader:
         return ExpertWeights(
             router=self._affine(f"{layer}.router"),
             correction=self._tensor(correction).float() if experts.corrected else None,
-            experts=tuple(self._mlp(f"{layer}.experts.{i}") for i in range(experts.count)),
+            experts=tuple(self._expert(f"{layer}.experts.{i}") for i in range(experts.count)),
             shared_router=self._tensor(f"{layer}.shared_router.weight") if gated else None,
             shared=self._mlp(f"{layer}.shared") if shared else None,
         )
 
-    def _affine(self, *modules: str) -> Affine:
+    def _expert(self, prefix: str) -> MlpWeights:
+        if not self._offload_experts:
+            return self._mlp(prefix)
+        host = torch.device("cpu")
+        mlp = self._mlp(prefix, host)
+        if self._device.type != "cuda":
+            return mlp
+        # A GPU copies from memory that the system can't move, beside what it computes.
+        return MlpWeights(_pinned(mlp.up), _pinned(mlp.down))
+
+    def _affine(self, *modules: str, device: torch.device | None = None) -> Affine:
         """Return the modules' weights and biases, stacked by rows."""
-        weight = _stack([self._tensor(f"{module}.weight") for module in modules])
-        if f"{modules[0]}.bias" not in self._names:
-            return Affine(weight)
-        return Affine(weight, _stack([self._tensor(f"{module}.bias") for module in modules]))
+
+        def stacked(kind: str) -> torch.Tensor:
+            return _stack([self._tensor(f"{module}.{kind}", device) for module in modules])
+
+        has_bias = f"{modules[0]}.bias" in self._names
+        return Affine(stacked("weight"), stacked("bias") if has_bias else None)
 
     def _vector(self, name: str) -> torch.Tensor:
         """Return what stays in float32."""
         return torch.tensor(self._checkpoint.tensor(name).to_float32()).to(self._device)
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         # The array may be a read-only map of the file, so the data is copied.
         tensor = torch.tensor(self._checkpoint.tensor(name).to_float32())
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(device or self._device, self._dtype)
+
+
+def _pinned(affine: Affine) -> Affine:
+    bias = None if affine.bias is None else affine.bias.pin_memory()
+    return Affine(affine.weight.pin_memory(), bias)
 
 
 def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
