@@ -27,10 +27,10 @@ from midfill_lab.cli.bench.options import JsonOption
 from midfill_lab.cli.outputs import DocsOption
 from midfill_lab.reporting import ResultTable
 
-PUBLISHED = ExpertCosts(slow_start=0.79, slow_row=1.0, fast=0.5, copy=0.418)
+PUBLISHED = ExpertCosts(slow_start=0.79, slow_expert=0.0, slow_row=1.0, fast=0.5, copy=0.418)
 """In milliseconds, of the authors' code for DeepSeek's experts."""
 
-ASSUMED = ExpertCosts(slow_start=0.2, slow_row=0.05, fast=0.05, copy=0.4)
+ASSUMED = ExpertCosts(slow_start=0.02, slow_expert=0.23, slow_row=0.02, fast=0.05, copy=0.38)
 """In milliseconds, of an expert of 9.4 MB (Qwen3-30B-A3B's in bfloat16), if the CPU reads 40 GB/s
 and the bus 25, and the GPU takes little more than the call."""
 
@@ -238,7 +238,7 @@ def timed(plan: Assignment, rows: Mapping[int, int], costs: ExpertCosts) -> Assi
             bus += costs.copy
             fast = max(fast, bus)
         fast += costs.fast
-    slow = sum(costs.slow_row * rows[expert] for expert in plan.slow)
+    slow = sum(costs.slow(rows[expert]) for expert in plan.slow)
     slow += costs.slow_start if plan.slow else 0.0
     return replace(plan, fast_seconds=fast, slow_seconds=slow, bus_seconds=bus)
 
@@ -363,8 +363,9 @@ def offload_table(report: OffloadReport) -> ResultTable:
         f" by then, and experts copied per layer. {made.layers} layers of {made.experts} experts,"
         f" {made.per_token} per token; routers' outputs are drawn, with a correlation of"
         f" {made.kept:g} from token to token, and predictions of {made.predicted:g} per layer."
-        f" Costs in milliseconds: {costs.slow_start:g} and {costs.slow_row:g}"
-        f" per row on the CPU, {costs.fast:g} on the device, {costs.copy:g} to copy.",
+        f" Costs in milliseconds: {costs.slow_start:g} per layer, {costs.slow_expert:g} per expert"
+        f" and {costs.slow_row:g} per row on the CPU, {costs.fast:g} on the device, {costs.copy:g}"
+        " to copy.",
     )
 
 

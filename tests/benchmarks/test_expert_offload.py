@@ -29,7 +29,7 @@ def test_an_assignment_takes_what_experts_cost() -> None:
     rows = {0: 3, 1: 1, 2: 2, 5: 1}
     plan = assign(rows, {0, 1}, 4, PUBLISHED)
     assert timed(plan, rows, PUBLISHED) == plan
-    slower = ExpertCosts(slow_start=10.0, slow_row=10.0, fast=5.0, copy=4.0)
+    slower = ExpertCosts(slow_start=10.0, slow_expert=1.0, slow_row=10.0, fast=5.0, copy=4.0)
     assert timed(plan, rows, slower).seconds > plan.seconds
 
 

@@ -13,8 +13,8 @@ from midfill.runners.torch.experts.assignment import (
     gains_of_copies,
 )
 
-COSTS = ExpertCosts(slow_start=0.79, slow_row=1.0, fast=0.5, copy=0.418)
-SLOW_ONLY = ExpertCosts(slow_start=0.1, slow_row=0.1, fast=50.0, copy=50.0)
+COSTS = ExpertCosts(slow_start=0.79, slow_expert=0.0, slow_row=1.0, fast=0.5, copy=0.418)
+SLOW_ONLY = ExpertCosts(slow_start=0.1, slow_expert=0.0, slow_row=0.1, fast=50.0, copy=50.0)
 
 Rows = dict[int, int]
 
@@ -24,7 +24,7 @@ def layers(draw: st.DrawFn) -> tuple[Rows, set[int], ExpertCosts]:
     rows = draw(st.dictionaries(st.integers(0, 15), st.integers(1, 40), max_size=12))
     held = draw(st.sets(st.integers(0, 15), max_size=8))
     some = st.floats(0.01, 2.0)
-    return rows, held, ExpertCosts(draw(some), draw(some), draw(some), draw(some))
+    return rows, held, ExpertCosts(*(draw(some) for _ in range(5)))
 
 
 def seconds_of(
@@ -37,7 +37,7 @@ def seconds_of(
             bus += costs.copy
             done = max(done, bus)
         done += costs.fast
-    slowly = sum(costs.slow_row * rows[expert] for expert in slow)
+    slowly = sum(costs.slow_expert + costs.slow_row * rows[expert] for expert in slow)
     return max(done, slowly + (costs.slow_start if slow else 0.0))
 
 
@@ -84,8 +84,8 @@ def test_experts_with_many_rows_are_copied_and_those_with_few_are_not() -> None:
 
 def test_an_idle_cpu_takes_the_lightest_expert_that_is_held() -> None:
     rows = dict.fromkeys(range(8), 1)
-    slow_start = ExpertCosts(slow_start=0.0, slow_row=1.0, fast=0.5, copy=9.0)
-    plan = assign(rows, set(rows), 8, slow_start)
+    costs = ExpertCosts(slow_start=0.0, slow_expert=0.5, slow_row=0.5, fast=0.5, copy=9.0)
+    plan = assign(rows, set(rows), 8, costs)
     assert len(plan.slow) > 0
     assert not plan.copied
 

@@ -14,9 +14,9 @@ from midfill.runners.torch.experts.offloaded import ExpertTraffic
 from midfill.runners.torch.experts.routing import route
 from midfill.runners.torch.runner import TorchRunner
 
-EVEN = ExpertCosts(slow_start=0.2, slow_row=1.0, fast=0.5, copy=0.4)
-NEVER_SLOW = ExpertCosts(slow_start=1e6, slow_row=1e6, fast=0.5, copy=0.4)
-NEVER_COPY = ExpertCosts(slow_start=0.1, slow_row=0.1, fast=0.5, copy=1e6)
+EVEN = ExpertCosts(slow_start=0.1, slow_expert=0.1, slow_row=1.0, fast=0.5, copy=0.4)
+NEVER_SLOW = ExpertCosts(slow_start=1e6, slow_expert=1e6, slow_row=1e6, fast=0.5, copy=0.4)
+NEVER_COPY = ExpertCosts(slow_start=0.1, slow_expert=0.1, slow_row=0.1, fast=0.5, copy=1e6)
 FAMILIES = ("qwen2moe", "qwen3moe", "deepseek2", "deepseekv3", "gpt-oss")
 
 
@@ -75,7 +75,7 @@ class TestTraffic:
 
     @torch.inference_mode()
     def test_what_is_predicted_is_there_when_it_is_needed(self, folder: Path) -> None:
-        costs = ExpertCosts(slow_start=1e6, slow_row=1e6, fast=10.0, copy=0.1)
+        costs = ExpertCosts(slow_start=1e6, slow_expert=1e6, slow_row=1e6, fast=10.0, copy=0.1)
         runner = runner_of(folder, 2, costs)
         offloaded, layers = runner.decoder.offloaded, runner.decoder.weights.layers
         assert offloaded is not None
@@ -111,7 +111,7 @@ def test_costs_are_measured_where_none_are_given(tmp_path: Path) -> None:
     runner = TorchRunner(open_checkpoint(folder), slots=16, expert_slots=2)
     assert runner.decoder.offloaded is not None
     costs = runner.decoder.offloaded._costs
-    assert min(costs.fast, costs.copy, costs.slow_start + costs.slow_row) > 0
+    assert min(costs.fast, costs.copy, costs.slow(1)) > 0
 
 
 def test_models_without_experts_have_none_to_offload(tmp_path: Path) -> None:

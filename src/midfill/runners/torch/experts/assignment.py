@@ -32,16 +32,22 @@ class ExpertCosts:
     """Seconds that one expert takes.
 
     Attributes:
-        slow_start: on the slow device beside what its rows take, for the first expert of a layer.
+        slow_start: on the slow device, once for all experts of a layer that it computes.
+        slow_expert: on the slow device, to read the expert's weights.
         slow_row: on the slow device, per row.
         fast: on the fast device, whatever its rows.
         copy: to the fast device.
     """
 
     slow_start: float
+    slow_expert: float
     slow_row: float
     fast: float
     copy: float
+
+    def slow(self, rows: int) -> float:
+        """Return what the slow device takes for an expert, beside ``slow_start``."""
+        return self.slow_expert + self.slow_row * rows
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ def assign(
         copies = first not in held
         arrives = bus_seconds + costs.copy if copies else 0.0
         with_first = max(fast_seconds, arrives) + costs.fast
-        with_last = slow_seconds + costs.slow_row * rows[last]
+        with_last = slow_seconds + costs.slow(rows[last])
         with_last += 0.0 if slow else costs.slow_start
         if slots and with_first <= with_last:
             fast.append(left.pop(0))

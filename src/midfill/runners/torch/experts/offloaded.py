@@ -181,7 +181,8 @@ class OffloadedExperts:
         place = _Place(_copy_of(source, self._device))
         near = hidden[:1].to(self._device)
         return ExpertCosts(
-            slow_start=max(one - per_row, 0.0),
+            slow_start=_seconds(partial(_to_host, near), self._device),
+            slow_expert=max(one - per_row, 0.0),
             slow_row=per_row,
             fast=_seconds(partial(self._expand, place.mlp, near), self._device),
             copy=_seconds(partial(self._bus.copy, source, place), self._device),
@@ -234,6 +235,10 @@ class _Bus:
         """Let the next copy into a place wait for what the device was given so far."""
         if self._stream is not None:
             place.read = torch.cuda.current_stream(self._stream.device).record_event()
+
+
+def _to_host(rows: torch.Tensor) -> torch.Tensor:
+    return rows.to("cpu", copy=True)
 
 
 def _loads(chosen: torch.Tensor) -> dict[int, int]:
