@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from midfill.kernels.cpu.observation.received_attention import received_attention
@@ -32,7 +32,6 @@ def observations(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, i
     return queries, keys, np.array(rows, np.int32), window
 
 
-@settings(deadline=None)
 @given(observations())
 def test_a_key_receives_the_sum_of_the_rows_weights(
     observation: tuple[np.ndarray, np.ndarray, np.ndarray, int | None],
