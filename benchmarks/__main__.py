@@ -21,6 +21,7 @@ COMMANDS = {
     "expert-offload": "expert_offload",
     "gateway": "gateway",
     "gateway-rounds": "gateway_rounds",
+    "gpu-steps": "gpu_steps",
     "held-out": "evaluation.commands",
     "keystrokes": "keystrokes",
     "kills": "reliability.kills",

@@ -233,6 +233,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             " the others stay in the machine's memory, and are computed by its CPU or copied.",
         ),
     ] = None
+    enforce_eager: Annotated[
+        bool,
+        Flag(help="On a GPU, run PyTorch's own operations instead of fused kernels and graphs."),
+    ] = False
     threads: Annotated[
         int | None,
         Flag(

@@ -272,7 +272,7 @@ def _finds_gpu(options: ModelOptions) -> bool:
 def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> Runner:
     import torch
 
-    from midfill.runners.torch.runner import TorchRunner
+    from midfill.runners.torch.runner import CAPTURED_ROWS, TorchRunner
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -296,6 +296,7 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
     return TorchRunner(
         checkpoint, slots=slots, states=states, device=device, dtype=dtype,
         expert_slots=None if experts is None else experts.slots,
+        captured_rows=() if options.enforce_eager else CAPTURED_ROWS,
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.torch.runner import TorchRunner
 
 TOLERANCE = 1e-4
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+GRAPHS = "cuda with graphs"
+DEVICES = ["cpu", "cuda", GRAPHS] if torch.cuda.is_available() else ["cpu"]
 
 
 @dataclass
@@ -27,8 +28,13 @@ class Subject:
     reference: torch.nn.Module
     device: str
 
-    def stepper(self) -> Stepper:
-        return Stepper(TorchRunner(self.checkpoint, slots=1024, device=self.device))
+    def stepper(self, dtype: torch.dtype = torch.float32) -> Stepper:
+        captured = (1, 4, 64) if self.device == GRAPHS else ()
+        device = self.device.partition(" ")[0]
+        runner = TorchRunner(
+            self.checkpoint, slots=1024, device=device, dtype=dtype, captured_rows=captured
+        )
+        return Stepper(runner)
 
     def expected(self, tokens: list[int]) -> torch.Tensor:
         """transformers' logits [len(tokens), vocab], computed in one go."""
@@ -134,9 +140,7 @@ def test_logits_come_only_for_the_rows_asked_for(subject: Subject) -> None:
 def test_bfloat16_halves_the_bytes_and_stays_near_float32(subject: Subject) -> None:
     tokens = prompt(60)
     exact = subject.stepper()
-    rounded = Stepper(
-        TorchRunner(subject.checkpoint, slots=1024, device=subject.device, dtype=torch.bfloat16)
-    )
+    rounded = subject.stepper(torch.bfloat16)
     config, experts = subject.checkpoint.config, subject.checkpoint.config.experts
     corrections = experts is not None and experts.corrected  # which stay in float32
     kept = 4 * experts.count * len(config.expert_layers) if experts and corrections else 0

@@ -107,6 +107,8 @@ class Decoder:
 
     Attributes:
         offloaded: computes experts that the device hasn't room for; None if it has all of them.
+        tables: cosines and sines [positions, head_dim / 2] float32 of most layers, and of those
+            with ``ModelConfig.is_local``.
         observed: the rotated queries of the last batch's observed rows, [n, query_heads, head_dim]
             per layer.
     """
@@ -132,7 +134,7 @@ class Decoder:
         self.device = weights.embed.device
         self.observed: list[torch.Tensor] = [torch.empty(0)] * config.layers
         tables = [self._turns(table) for table in model_tables(config)]
-        self._tables = (tables[0], tables[-1])
+        self.tables = (tables[0], tables[-1])
         self._windows = {config.window_of(layer) for layer in range(config.layers)}
         self.offloaded: OffloadedExperts | None = None
         if expert_slots is not None and config.experts is not None:
@@ -143,7 +145,7 @@ class Decoder:
             }
             with torch.inference_mode():
                 self.offloaded = OffloadedExperts(
-                    config.experts, mixtures, self.device, expert_slots, self._mlp,
+                    config.experts, mixtures, self.device, expert_slots, self.expand,
                     costs=expert_costs,
                 )  # fmt: skip
 
@@ -169,7 +171,7 @@ class Decoder:
         else:
             numbered = batch
         return PreparedBatch(
-            turns=(_at(self._tables[0], positions), _at(self._tables[1], positions)),
+            turns=(_at(self.tables[0], positions), _at(self.tables[1], positions)),
             write_slots=self._indices(numbered.write_slots),
             attention=prepare_metadata(numbered, self._windows, self.device),
             across_layers=across,
@@ -212,7 +214,7 @@ class Decoder:
             if isinstance(layer.mlp, ExpertWeights):
                 expanded = self._mixture(index, layer.mlp, normed)
             else:
-                expanded = self._mlp(layer.mlp, normed)
+                expanded = self.expand(layer.mlp, normed)
             if layer.mlp_post_norm is not None:
                 expanded = self._norm(expanded, layer.mlp_post_norm)
             hidden = hidden.add(expanded, alpha=multiplier)
@@ -344,7 +346,8 @@ class Decoder:
             )
         return attended
 
-    def _mlp(self, mlp: MlpWeights, hidden: torch.Tensor) -> torch.Tensor:
+    def expand(self, mlp: MlpWeights, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute an MLP of rows [rows, hidden], where its weights are."""
         up = _linear(hidden, mlp.up)
         if not self.config.gated_mlp:
             return _linear(self._activate(up), mlp.down)
@@ -370,7 +373,7 @@ class Decoder:
             mixed.index_add_(0, output.rows, output.expanded * weights)
         if layer.shared is None:
             return mixed
-        shared = self._mlp(layer.shared, hidden)
+        shared = self.expand(layer.shared, hidden)
         if layer.shared_router is not None:
             shared = functional.linear(hidden, layer.shared_router).sigmoid() * shared
         return mixed + shared
@@ -382,7 +385,7 @@ class Decoder:
         for number, expert in enumerate(layer.experts):
             rows, ranks = torch.where(routing.chosen == number)
             if len(rows):
-                yield ExpertOutput(rows, ranks, self._mlp(expert, hidden[rows]))
+                yield ExpertOutput(rows, ranks, self.expand(expert, hidden[rows]))
 
     def _predicted(self, index: int, hidden: torch.Tensor, layers: int) -> dict[int, Routing]:
         """Return what the routers of the next layers would choose for a layer's rows.

@@ -1,6 +1,8 @@
 """TorchRunner: the model through plain torch, on CUDA or as the reference on the CPU."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +20,12 @@ from midfill.runners.torch.logits import TorchLogits
 from midfill.runners.torch.state_space import TorchStates
 from midfill.runners.torch.weights import load_weights
 
+if TYPE_CHECKING:
+    from midfill.runners.torch.graphs import StepGraphs
+
 DEFAULT_STATES = 16
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Steps of up to 48 rows are what keystrokes and answers compute."""
 
 
 class TorchRunner:
@@ -34,6 +41,12 @@ class TorchRunner:
         device: "cpu", "cuda", "cuda:1", ...
         dtype: of weights, KV and hidden rows; logits are always float32.
         expert_slots, expert_costs: see ``Decoder``.
+        captured_rows: numbers of rows for which whole steps are captured as CUDA graphs, where
+            there are kernels for it; empty runs PyTorch's own operations.
+
+    Attributes:
+        decoder: computes; holds the weights and the KV cache.
+        graphs: computes whole steps where it can; None where nothing is captured.
 
     Raises:
         CheckpointError: a tensor can't be read.
@@ -50,6 +63,7 @@ class TorchRunner:
         dtype: torch.dtype = torch.float32,
         expert_slots: int | None = None,
         expert_costs: ExpertCosts | None = None,
+        captured_rows: Sequence[int] = (),
     ) -> None:
         self.config = checkpoint.config
         target = _find_device(device)
@@ -63,6 +77,7 @@ class TorchRunner:
             self.config, weights, kv_cache, held,
             expert_slots=expert_slots, expert_costs=expert_costs,
         )  # fmt: skip
+        self.graphs = _capture(self.decoder, captured_rows)
 
     @property
     def slots(self) -> int:
@@ -90,7 +105,8 @@ class TorchRunner:
 
     @property
     def description(self) -> str:
-        return f"PyTorch on {self.decoder.device}"
+        graphs = "" if self.graphs is None else ", CUDA graphs"
+        return f"PyTorch on {self.decoder.device}{graphs}"
 
     @property
     def build(self) -> str:
@@ -98,11 +114,17 @@ class TorchRunner:
 
     def forward(self, batch: ForwardBatch) -> RunnerArray:
         """See ``Runner.forward`` and ``compute_logits``."""
+        if self.graphs is not None and self.graphs.accepts(batch):
+            return self.graphs.forward(batch)
         hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
 
     def argmax_tokens(self, logits: RunnerArray) -> list[int]:
         """See ``Runner.argmax_tokens``."""
+        if self.graphs is not None:
+            found = self.graphs.argmax_tokens(logits)
+            if found is not None:
+                return found
         return argmax_tokens(self.logits_ops, logits)
 
     def observed_queries(
@@ -137,6 +159,18 @@ class TorchRunner:
         """
         logits = self.decoder.compute_logits(batch, hidden)
         return logits.numpy() if logits.device.type == "cpu" else logits
+
+
+def _capture(decoder: Decoder, rows: Sequence[int]) -> "StepGraphs | None":
+    # Imported where it is used: it needs Triton, which only builds for CUDA bring.
+    if not rows or decoder.device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from midfill.runners.torch.graphs import StepGraphs, can_capture
+
+    if not can_capture(decoder):
+        return None
+    with torch.inference_mode():
+        return StepGraphs(decoder, rows)
 
 
 def _find_device(name: str) -> torch.device:

@@ -21,9 +21,15 @@ FAMILIES = ("qwen2moe", "qwen3moe", "deepseek2", "deepseekv3", "gpt-oss")
 
 
 def runner_of(
-    folder: Path, slots: int | None, costs: ExpertCosts = EVEN, lookahead: int = 3
+    folder: Path,
+    slots: int | None,
+    costs: ExpertCosts = EVEN,
+    lookahead: int = 3,
+    device: str = "cpu",
 ) -> TorchRunner:
-    runner = TorchRunner(open_checkpoint(folder), slots=512, expert_slots=slots, expert_costs=costs)
+    runner = TorchRunner(
+        open_checkpoint(folder), slots=512, device=device, expert_slots=slots, expert_costs=costs
+    )
     if runner.decoder.offloaded is not None:
         runner.decoder.offloaded.lookahead = lookahead
     return runner
@@ -35,7 +41,8 @@ def logits_of(runner: TorchRunner) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     first, second = (Sequence(rng.integers(5, 200, 230).tolist()) for _ in range(2))
     steps = [[(first, 200)], *([[(first, 1)]] * 6), [(first, 3), (second, 40)], [(second, 1)]]
-    return [np.array(runner.forward(stepper.pack(step))) for step in steps]
+    ops = runner.logits_ops
+    return [ops.to_numpy(runner.forward(stepper.pack(step))).copy() for step in steps]
 
 
 def traffic_of(runner: TorchRunner) -> ExpertTraffic:
@@ -54,6 +61,29 @@ def test_answers_are_those_of_a_model_that_fits(family: str, tmp_path: Path) -> 
         found = logits_of(runner_of(folder, slots, costs, lookahead))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestStreams:
+    """Copies beside arithmetic: a race would show as other bits, in some run at least."""
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_what_the_gpu_computes_has_the_same_bits(self, family: str, tmp_path: Path) -> None:
+        folder = write_tiny(family, tmp_path, hidden_size=512)
+        expected = logits_of(runner_of(folder, None, device="cuda"))
+        for slots, lookahead in ((1, 3), (2, 0), (3, 3), (3, 1)) * 3:
+            found = logits_of(runner_of(folder, slots, NEVER_SLOW, lookahead, "cuda"))
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_both_devices_together_differ_by_rounding(self, family: str, tmp_path: Path) -> None:
+        folder = write_tiny(family, tmp_path)
+        expected = logits_of(runner_of(folder, None, device="cuda"))
+        for slots in (0, 2, 5):
+            found = logits_of(runner_of(folder, slots, EVEN, device="cuda"))
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-3)
 
 
 class TestTraffic:

@@ -1,0 +1,208 @@
+"""How long steps take on a GPU, as CUDA graphs of fused kernels and in PyTorch's operations.
+
+Random weights of real shapes: how fast a step is depends on shapes. Times are those of a whole
+step as the engine sees it: inputs copied to the GPU, all layers, the largest logit copied back.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Annotated, cast
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.report import publish
+from midfill.errors import MidfillError
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.config import ModelConfig, tensor_shapes
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.torch.runner import CAPTURED_ROWS, TorchRunner
+from midfill.stored_tensor import StoredTensor
+from midfill_lab.cli.bench.options import JsonOption
+from midfill_lab.cli.outputs import DocsOption
+from midfill_lab.reporting import ResultTable
+
+SHAPES = {
+    "135m": ModelConfig(
+        "llama", 30, 576, 9, 3, 64, 1536, 49_152, 8192, tied_embeddings=True, rope_theta=1e5
+    ),
+    "1.5b": ModelConfig(
+        "qwen2", 28, 1536, 12, 2, 128, 8960, 151_936, 32_768, tied_embeddings=True, qkv_bias=True
+    ),
+    "7b": ModelConfig("qwen2", 28, 3584, 28, 4, 128, 18_944, 152_064, 32_768, qkv_bias=True),
+}
+"""SmolLM2-135M, Qwen2.5-Coder 1.5B and 7B."""
+CONTEXT = 1500
+STEPS = {
+    "decode, 1 stream": (1, 1, CONTEXT),
+    "decode, 8 streams": (8, 1, CONTEXT),
+    "decode, 64 streams": (64, 1, CONTEXT),
+    "keystroke, 12 rows": (1, 12, CONTEXT),
+    "prompt of 512": (1, 512, 0),
+    "prompt of 2,000": (1, 2000, 0),
+}
+"""Requests of a step, new rows of each, and how many tokens are before them."""
+_SLOTS = 100_000
+_WARM_UPS = 3
+_COPIED = 1 << 30
+_WIDTH = 8192
+
+
+class RandomCheckpoint:
+    """Random weights of a shape; has what loading asks of a checkpoint."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._shapes = tensor_shapes(config)
+        self._noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor: the same numbers over and over, scaled to keep rows near unit size."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return cast(StoredTensor, _Floats(np.ones(shape, np.float32)))
+        repeated = np.resize(self._noise, math.prod(shape)).reshape(shape)
+        repeated *= np.float32(shape[-1] ** -0.5)
+        return cast(StoredTensor, _Floats(repeated))
+
+
+class _Floats:
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def to_float32(self) -> np.ndarray:
+        return self._values
+
+
+def step_of(config: ModelConfig, requests: int, rows: int, context: int) -> ForwardBatch:
+    """Return a batch of equal requests, whose slots are scattered over the cache."""
+    rng = np.random.default_rng(0)
+    length = context + rows
+    slots = rng.permutation(_SLOTS)[: requests * length].reshape(requests, length)
+    return ForwardBatch(
+        token_ids=rng.integers(0, config.vocab, requests * rows).astype(np.int32),
+        positions=np.tile(np.arange(context, length, dtype=np.int32), requests),
+        write_slots=slots[:, context:].ravel().astype(np.int32),
+        query_indptr=np.arange(0, requests * rows + 1, rows, dtype=np.int32),
+        kv_indptr=np.arange(0, requests * length + 1, length, dtype=np.int32),
+        kv_slots=slots.ravel().astype(np.int32),
+        logit_rows=np.arange(rows - 1, requests * rows, rows, dtype=np.int32),
+    )
+
+
+def seconds_of(runner: TorchRunner, batch: ForwardBatch, repeats: int) -> float:
+    """Return the median seconds of a step, from the batch to its tokens."""
+
+    def once() -> float:
+        started = time.perf_counter()
+        runner.argmax_tokens(runner.forward(batch))
+        return time.perf_counter() - started
+
+    for _ in range(_WARM_UPS):
+        once()
+    return statistics.median(once() for _ in range(repeats))
+
+
+def measured_peaks() -> tuple[float, float]:
+    """Return bytes per second of a copy, read and written, and bf16 operations per second."""
+    source = torch.randn(_COPIED // 4, device="cuda")
+    target = torch.empty_like(source)
+    factor = torch.randn(_WIDTH, _WIDTH, device="cuda", dtype=torch.bfloat16)
+    copying = _device_seconds(lambda: target.copy_(source))
+    multiplying = _device_seconds(lambda: factor @ factor)
+    return 2 * _COPIED / copying, 2 * _WIDTH**3 / multiplying
+
+
+def _device_seconds(call: object) -> float:
+    times = []
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()  # type: ignore[operator]
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times[2:])
+
+
+def bound_of(
+    config: ModelConfig, weights: int, step: tuple[int, int, int], bandwidth: float, rate: float
+) -> float:
+    """Return the seconds that a step takes at least: bytes or operations, whichever take longer."""
+    requests, rows, context = step
+    head = 2 * config.vocab * config.hidden
+    kv = 2 * config.layers * config.kv_heads * config.head_dim * 2
+    read = weights - (0 if config.tied_embeddings else head) + requests * (context + rows) * kv
+    pairs = requests * rows * (context + (rows + 1) / 2)
+    layers = weights - head * (1 if config.tied_embeddings else 2)
+    operations = requests * (rows * layers + head)
+    operations += 4 * pairs * config.layers * config.query_heads * config.head_dim
+    return max(read / bandwidth, operations / rate)
+
+
+def gpu_steps(
+    shapes: Annotated[str, typer.Option(help="Shapes, separated by commas.")] = "135m,1.5b",
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 30,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure steps on a CUDA GPU, beside what its memory and arithmetic allow."""
+    if not torch.cuda.is_available():
+        raise MidfillError("gpu-steps needs a CUDA GPU, and torch finds none")
+    bandwidth, rate = measured_peaks()
+    figures: list[dict[str, object]] = []
+    for name in shapes.split(","):
+        started = time.perf_counter()
+        checkpoint = cast(Checkpoint, RandomCheckpoint(SHAPES[name]))
+        runner = TorchRunner(
+            checkpoint, slots=_SLOTS, device="cuda", dtype=torch.bfloat16,
+            captured_rows=CAPTURED_ROWS,
+        )  # fmt: skip
+        loaded = time.perf_counter() - started
+        graphs = runner.graphs
+        for what, step in STEPS.items():
+            batch = step_of(SHAPES[name], *step)
+            runner.graphs = graphs
+            fused = seconds_of(runner, batch, repeats)
+            runner.graphs = None
+            eager = seconds_of(runner, batch, repeats)
+            bound = bound_of(SHAPES[name], runner.weight_bytes, step, bandwidth, rate)
+            figures.append(
+                {"shape": name, "step": what, "graphs": fused, "eager": eager, "bound": bound}
+            )
+            print(f"{name} {what}: {fused * 1e3:.3f} ms, eager {eager * 1e3:.3f}", flush=True)
+        figures[-1]["loaded"] = loaded
+        del runner, graphs
+        torch.cuda.empty_cache()
+    report = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "bandwidth": bandwidth, "rate": rate, "steps": figures,
+    }  # fmt: skip
+    publish(report, steps_table(report), section="gpu-steps", json=json, docs=docs)
+
+
+def steps_table(report: dict[str, object]) -> ResultTable:
+    """A row per shape and step."""
+    steps = cast(Iterable[dict[str, float]], report["steps"])
+    rows = [
+        {
+            "shape": str(each["shape"]),
+            "step": str(each["step"]),
+            "graphs, ms": f"{each['graphs'] * 1e3:.2f}",
+            "eager, ms": f"{each['eager'] * 1e3:.2f}",
+            "times as fast": f"{each['eager'] / each['graphs']:.1f}",
+            "bound, ms": f"{each['bound'] * 1e3:.2f}",
+            "of the bound": f"{each['bound'] / each['graphs']:.0%}",
+        }
+        for each in steps
+    ]
+    return ResultTable(
+        title="Steps on a GPU",
+        rows=rows,
+        caption=f"{report['device']}, torch {report['torch']}, bfloat16; a copy moves"
+        f" {cast(float, report['bandwidth']) / 1e12:.2f} TB/s, products reach"
+        f" {cast(float, report['rate']) / 1e12:.0f} TFLOP/s.",
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels of the CUDA runner: what PyTorch would do in several launches each."""
