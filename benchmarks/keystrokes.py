@@ -191,7 +191,7 @@ class _Bench:
     def __post_init__(self) -> None:
         policy = scheduler_policy(self.options, self.runner.config.layers)
         if self.case.plan == "first come, first served":
-            budget = self.options.token_budget
+            budget = self.options.step_tokens
             policy = BackgroundPrefill(SarathiServe(budget, self.options.max_running))
         limited = self.case.plan != "steps of any length"
         self._engine = Engine(

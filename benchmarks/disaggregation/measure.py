@@ -138,7 +138,7 @@ async def _measure(
             (plan.simulated.prefill_busy, plan.simulated.decode_busy),
         ),
     }  # fmt: skip
-    for name, budget in ((WHOLE, 16 * longest), (CHUNKED, ModelOptions().token_budget)):
+    for name, budget in ((WHOLE, 16 * longest), (CHUNKED, ModelOptions().step_tokens)):
         both = msgspec.structs.replace(options, threads=2, token_budget=budget)
         async with _engine(path, both, core=None) as single:
             result = await _run(single, plan, name, progress)

@@ -161,6 +161,10 @@ class WarmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "none"
 
 
+_STEP_TOKENS = 128
+_OFFLINE_STEP_TOKENS = 16
+
+
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is loaded and run. Crosses the process boundary, so plain values only.
 
@@ -183,7 +187,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights,
             otherwise bfloat16 on chips that multiply it and float16 on others; with "bf16" queries
             and softmax weights are rounded, too; "i8" and "i4" have one scale per token and head.
-        token_budget: maximum tokens per step; fewer where steps were measured to take long.
+        token_budget: maximum tokens per step; fewer where steps were measured to take long. None is
+            as many as suit the device, see ``step_tokens``.
         offline_token_budget: the same where only rows of batches run, since a request that arrives
             meanwhile waits for the step's end; the tokens of answers may exceed it.
         scheduler: which tokens run in a step, and who is admitted next: the policies that
@@ -268,14 +273,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     token_budget: Annotated[
-        int,
+        int | None,
         Flag(
             panel="Advanced",
             min=1,
-            help="Maximum tokens per step. Lower: steadier streams; higher: faster prompts.",
+            help="Maximum tokens per step; by default 128, and 2048 on a GPU. Lower: steadier"
+            " streams; higher: faster prompts.",
         ),
-    ] = 128
-    offline_token_budget: int = 16
+    ] = None
+    offline_token_budget: int | None = None
     scheduler: Annotated[
         str,
         Flag(
@@ -353,6 +359,17 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     def adapter_path(self) -> Path | None:
         """``adapter`` as a path."""
         return None if self.adapter is None else Path(self.adapter)
+
+    @property
+    def step_tokens(self) -> int:
+        """Maximum tokens per step; without ``token_budget``, what suits a CPU."""
+        return _STEP_TOKENS if self.token_budget is None else self.token_budget
+
+    @property
+    def offline_step_tokens(self) -> int:
+        """The same of steps in which only rows of batches run."""
+        given = self.offline_token_budget
+        return _OFFLINE_STEP_TOKENS if given is None else given
 
 
 class LogOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ def test_the_options_reach_the_policies() -> None:
     options = ModelOptions(token_budget=7, max_running=3)
     ordered = OrderedAdmission(LayeredPrefill(chunked, 30, False), ShortestPromptFirst())
     policies = BackgroundPrefill(ordered)
-    assert scheduler_policy(options, 30) == OnlineFirst(policies, options.offline_token_budget)
+    assert scheduler_policy(options, 30) == OnlineFirst(policies, options.offline_step_tokens)
     layered = ModelOptions(
         token_budget=7, max_running=3, scheduler="layered-prefill", offline_token_budget=5
     )

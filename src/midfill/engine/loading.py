@@ -44,7 +44,7 @@ from midfill.models.sentence_encoder import SentenceEncoder
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.loading import load_runner, max_running
+from midfill.runners.loading import load_runner, max_running, options_for_device
 from midfill.runners.rope import ROPE_VERSION
 from midfill.system.progress import Progress
 
@@ -91,6 +91,7 @@ def load_engine(
     folder = options.sentence_encoder
     encoder = None if folder is None else SentenceEncoder.open(Path(folder))
     runner = load_runner(checkpoint, options, progress)
+    options = options_for_device(options)
     options = _limited_by_states(options, runner)
     embed = None if encoder is None else encoder.encode
     resolver = MethodResolver(lambda: _served_model(checkpoint, runner, options, embed), allowed)
@@ -189,12 +190,12 @@ def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:
     """
     chosen = resolve_scheduler(options.scheduler)
     chunked = chosen.build_batching(
-        options.token_budget, options.max_running, short_share=_SHORT_SHARE
+        options.step_tokens, options.max_running, short_share=_SHORT_SHARE
     )
     policy: SchedulerPolicy = LayeredPrefill(chunked, layers, chosen.by_layers)
     if chosen.order is not None:
         policy = OrderedAdmission(policy, chosen.order)
-    return OnlineFirst(BackgroundPrefill(policy), options.offline_token_budget)
+    return OnlineFirst(BackgroundPrefill(policy), options.offline_step_tokens)
 
 
 def lookahead(options: ModelOptions) -> int:
@@ -212,7 +213,7 @@ def retention(options: ModelOptions, tool_of: Callable[[Sequence], str]) -> Rete
     order: object = resolve_scheduler(options.scheduler).order
     if not isinstance(order, RetentionPolicy):
         return None
-    cost = RebuildCost(StepCost(), options.token_budget)
+    cost = RebuildCost(StepCost(), options.step_tokens)
     return Retention(order, Programs(cost), tool_of)
 
 
@@ -229,14 +230,14 @@ def tool_reader(tokenizer: Tokenizer) -> Callable[[Sequence], str]:
 
 def step_limit(options: ModelOptions) -> StepTimeLimit:
     """Return what keeps steps short, knowing nothing yet of what they cost."""
-    return StepTimeLimit(_STEP_SECONDS, StepCost(), options.token_budget)
+    return StepTimeLimit(_STEP_SECONDS, StepCost(), options.step_tokens)
 
 
 def speculation(options: ModelOptions) -> Speculation | None:
     """Return what proposes and chooses drafts; None if ``options`` turn them off."""
     if not options.speculation:
         return None
-    return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), StepCost())
+    return Speculation(SmartSpec(options.step_tokens), AcceptanceRates(), StepCost())
 
 
 def _open_warm_tier(

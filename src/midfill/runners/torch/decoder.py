@@ -4,7 +4,7 @@ This is the reference that other implementations are tested against, and what ru
 of all requests are packed. A caller may run a range of layers and change the rows between them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.models.config import DeltaRule, ModelConfig, StateSpace
+from midfill.models.config import Activation, DeltaRule, ModelConfig, StateSpace
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import model_tables
 from midfill.runners.torch.delta_rule import apply_delta_rule
@@ -63,6 +63,10 @@ class KVCache:
 
 
 _SWIGLU_OAI_ALPHA = 1.702
+GroupedExperts = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, MlpWeights, Activation, float], torch.Tensor
+]
+"""See ``kernels.experts.expand_experts``."""
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rotary angles."""
@@ -106,6 +110,8 @@ class Decoder:
         expert_costs: see ``OffloadedExperts``.
 
     Attributes:
+        grouped_experts: computes all experts of a layer at once (``kernels.experts``); None has
+            them computed one after the other.
         offloaded: computes experts that the device hasn't room for; None if it has all of them.
         tables: cosines and sines [positions, head_dim / 2] float32 of most layers, and of those
             with ``ModelConfig.is_local``.
@@ -136,6 +142,7 @@ class Decoder:
         tables = [self._turns(table) for table in model_tables(config)]
         self.tables = (tables[0], tables[-1])
         self._windows = {config.window_of(layer) for layer in range(config.layers)}
+        self.grouped_experts: GroupedExperts | None = None
         self.offloaded: OffloadedExperts | None = None
         if expert_slots is not None and config.experts is not None:
             mixtures = {
@@ -212,7 +219,7 @@ class Decoder:
             hidden = hidden.add(attended, alpha=multiplier)
             normed = self._norm(hidden, layer.mlp_norm)
             if isinstance(layer.mlp, ExpertWeights):
-                expanded = self._mixture(index, layer.mlp, normed)
+                expanded = self.mix_experts(index, layer.mlp, normed)
             else:
                 expanded = self.expand(layer.mlp, normed)
             if layer.mlp_post_norm is not None:
@@ -357,11 +364,29 @@ class Decoder:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
         return _linear(self._activate(gate) * up, mlp.down)
 
-    def _mixture(self, index: int, layer: ExpertWeights, hidden: torch.Tensor) -> torch.Tensor:
+    def mix_experts(self, index: int, layer: ExpertWeights, hidden: torch.Tensor) -> torch.Tensor:
         """Send each row to the experts that the layer's router chooses; see ``Experts``."""
         experts = self.config.experts_of(index)
         assert experts is not None
         routing = route(experts, layer, hidden)
+        if self.grouped_experts is not None and layer.stacked is not None:
+            mixed = self.grouped_experts(
+                hidden, routing.chosen, routing.weights, layer.stacked, self.config.activation,
+                self.config.swiglu_limit,
+            )  # fmt: skip
+        else:
+            mixed = self._mixed(index, layer, routing, hidden)
+        if layer.shared is None:
+            return mixed
+        shared = self.expand(layer.shared, hidden)
+        if layer.shared_router is not None:
+            shared = functional.linear(hidden, layer.shared_router).sigmoid() * shared
+        return mixed + shared
+
+    def _mixed(
+        self, index: int, layer: ExpertWeights, routing: Routing, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a layer's experts one after the other."""
         if self.offloaded is None:
             outputs = self._computed(layer, routing, hidden)
         else:
@@ -371,20 +396,18 @@ class Decoder:
         for output in outputs:
             weights = routing.weights[output.rows, output.ranks, None].to(hidden.dtype)
             mixed.index_add_(0, output.rows, output.expanded * weights)
-        if layer.shared is None:
-            return mixed
-        shared = self.expand(layer.shared, hidden)
-        if layer.shared_router is not None:
-            shared = functional.linear(hidden, layer.shared_router).sigmoid() * shared
-        return mixed + shared
+        return mixed
 
     def _computed(
         self, layer: ExpertWeights, routing: Routing, hidden: torch.Tensor
     ) -> Iterator[ExpertOutput]:
         """Yield what each expert makes of its rows, all on the device."""
-        for number, expert in enumerate(layer.experts):
-            rows, ranks = torch.where(routing.chosen == number)
-            if len(rows):
+        flat = routing.chosen.flatten()
+        counts = torch.bincount(flat, minlength=len(layer.experts)).tolist()
+        pairs = flat.argsort(stable=True).split(counts)
+        for expert, own in zip(layer.experts, pairs, strict=True):
+            if len(own):
+                rows, ranks = own // routing.chosen.shape[1], own % routing.chosen.shape[1]
                 yield ExpertOutput(rows, ranks, self.expand(expert, hidden[rows]))
 
     def _predicted(self, index: int, hidden: torch.Tensor, layers: int) -> dict[int, Routing]:

@@ -12,7 +12,7 @@ from midfill.runners.torch.kernels.attention import attend_rows
 from midfill.runners.torch.kernels.hidden_rows import GATES, add_norm, gate
 from midfill.runners.torch.kernels.rotary import rotate_and_store
 from midfill.runners.torch.kernels.step_inputs import StepInputs
-from midfill.runners.torch.weights import Affine, LayerWeights, MlpWeights
+from midfill.runners.torch.weights import Affine, ExpertWeights, LayerWeights, MlpWeights
 
 _WIDEST_HEAD = 256
 
@@ -20,11 +20,9 @@ _WIDEST_HEAD = 256
 def is_fusible(config: ModelConfig) -> bool:
     """Return whether the kernels know all that a model's layers have."""
     return (
-        config.experts is None
-        and config.latent is None
+        config.latent is None
         and config.state_space is None
         and config.has_rope
-        and not config.sinks
         and not config.gated_attention
         and config.head_dim <= _WIDEST_HEAD
     )
@@ -34,7 +32,8 @@ class FusedLayers:
     """Runs all layers of a decoder.
 
     Args:
-        decoder: its weights and KV cache; ``is_fusible``.
+        decoder: its weights and KV cache; its model ``is_fusible``, and experts are computed at
+            once.
         processors: of the GPU.
     """
 
@@ -56,8 +55,7 @@ class FusedLayers:
             if layer.attn_post_norm is not None:
                 attended = self._add_norm(attended, None, layer.attn_post_norm)[1]
             hidden, normed = self._add_norm(hidden, attended, layer.mlp_norm)
-            assert isinstance(layer.mlp, MlpWeights)
-            expanded = self._mlp(layer.mlp, normed)
+            expanded = self._mlp(index, layer.mlp, normed)
             if layer.mlp_post_norm is not None:
                 expanded = self._add_norm(expanded, None, layer.mlp_post_norm)[1]
             hidden, normed = self._add_norm(hidden, expanded, next_norm)
@@ -79,11 +77,15 @@ class FusedLayers:
         )  # fmt: skip
         attended = attend_rows(
             queries, keys, values, inputs, config.window_of(index), config.score_scale,
-            self._processors,
+            self._processors, layer.sinks,
         )  # fmt: skip
         return functional.linear(attended.flatten(1), layer.o.weight, layer.o.bias)
 
-    def _mlp(self, mlp: MlpWeights, normed: torch.Tensor) -> torch.Tensor:
+    def _mlp(
+        self, index: int, mlp: MlpWeights | ExpertWeights, normed: torch.Tensor
+    ) -> torch.Tensor:
+        if isinstance(mlp, ExpertWeights):
+            return self._decoder.mix_experts(index, mlp, normed)
         activation = self._config.activation
         if not self._config.gated_mlp or activation not in GATES:
             return self._decoder.expand(mlp, normed)

@@ -15,10 +15,13 @@ from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.decoder import Decoder
 from midfill.runners.torch.fused_layers import FusedLayers, is_fusible
 from midfill.runners.torch.kernels.attention import rows_per_tile
+from midfill.runners.torch.kernels.experts import expand_experts
 from midfill.runners.torch.kernels.step_inputs import InputBuffers
 
 _CAPTURED_OUTPUTS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_ROWS = 4096
+_MOST_DECODES = 256
+"""Of steps that are captured for requests with one row each."""
 _MOST_KV_SLOTS = 1 << 21
 """Of all requests of a batch together: 256 of 8,192 tokens."""
 _LEAST_CAPABILITY = (8, 0)
@@ -32,6 +35,7 @@ def can_capture(decoder: Decoder) -> bool:
         and torch.version.cuda is not None
         and torch.cuda.get_device_capability(decoder.device) >= _LEAST_CAPABILITY
         and is_fusible(decoder.config)
+        and decoder.offloaded is None
     )
 
 
@@ -50,6 +54,7 @@ class StepGraphs:
         outputs: Sequence[int] = _CAPTURED_OUTPUTS,
     ) -> None:
         config, device = decoder.config, decoder.device
+        decoder.grouped_experts = expand_experts
         self._decoder = decoder
         self._rows = tuple(rows)
         self._outputs = tuple(outputs)
@@ -67,7 +72,7 @@ class StepGraphs:
             (count, tile): self._captured(self._run_layers, count, tile)
             for count in reversed(self._rows)  # the largest first: the others fit its memory
             for tile in {1, self._tile}
-            if count > 1 or tile == 1
+            if (count <= _MOST_DECODES if tile == 1 else count > 1)
         }
         self._heads = {
             count: self._captured(self._run_head, count) for count in reversed(self._outputs)
@@ -88,7 +93,8 @@ class StepGraphs:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See ``Runner.forward``; the next call overwrites what is returned."""
-        tile = 1 if batch.rows == batch.requests else self._tile
+        decodes = batch.rows == batch.requests <= _MOST_DECODES
+        tile = 1 if decodes else self._tile
         rows = _next(self._rows, batch.rows)
         self._buffers.load(batch, rows or batch.rows, tile)
         if rows is None:

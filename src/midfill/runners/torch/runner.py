@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from midfill.runners.torch.graphs import StepGraphs
 
 DEFAULT_STATES = 16
-CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+CAPTURED_ROWS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+    *(384, 512, 768, 1024, 1536, 2048),
+)
 """Steps of up to 48 rows are what keystrokes and answers compute."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain
 
 import torch
 
@@ -113,6 +114,8 @@ class ExpertWeights:
         router: [experts, hidden], with a bias in some models.
         correction: float32 [experts], see ``Experts.corrected``; None where there is none.
         experts: one MLP each; in the machine's memory, if the device has no room for all.
+        stacked: the same weights and biases with one more dimension, the first; None if they are
+            in the machine's memory.
         shared_router: [1, hidden]; None where what tokens share has no gate.
         shared: what they share.
     """
@@ -120,6 +123,7 @@ class ExpertWeights:
     router: Affine
     correction: torch.Tensor | None
     experts: tuple[MlpWeights, ...]
+    stacked: MlpWeights | None
     shared_router: torch.Tensor | None
     shared: MlpWeights | None
 
@@ -165,8 +169,8 @@ class DecoderWeights:
     @property
     def bytes(self) -> int:
         """Bytes of all tensors; a tied embedding counts once."""
-        storages = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors(self)}
-        return sum(storages.values())
+        storages = (tensor.untyped_storage() for tensor in _tensors(self))
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def load_weights(
@@ -301,10 +305,13 @@ class _Loader:
         shared = experts.shared_ffn > 0
         gated = shared and experts.shared_gated
         correction = f"{layer}.router.e_score_correction_bias"
+        each = (self._expert(f"{layer}.experts.{i}") for i in range(experts.count))
+        stacked = None if self._offload_experts else _stack_experts(each, experts.count)
         return ExpertWeights(
             router=self._affine(f"{layer}.router"),
             correction=self._tensor(correction).float() if experts.corrected else None,
-            experts=tuple(self._expert(f"{layer}.experts.{i}") for i in range(experts.count)),
+            experts=tuple(each) if stacked is None else _apart(stacked),
+            stacked=stacked,
             shared_router=self._tensor(f"{layer}.shared_router.weight") if gated else None,
             shared=self._mlp(f"{layer}.shared") if shared else None,
         )
@@ -335,12 +342,37 @@ class _Loader:
     def _tensor(self, name: str, device: torch.device | None = None) -> torch.Tensor:
         # The array may be a read-only map of the file, so the data is copied.
         tensor = torch.tensor(self._checkpoint.tensor(name).to_float32())
-        return tensor.to(device or self._device, self._dtype)
+        return tensor.to(device or self._device, self._dtype).contiguous()
 
 
 def _pinned(affine: Affine) -> Affine:
     bias = None if affine.bias is None else affine.bias.pin_memory()
     return Affine(affine.weight.pin_memory(), bias)
+
+
+def _stack_experts(experts: Iterator[MlpWeights], count: int) -> MlpWeights:
+    """Join experts' tensors one by one: both forms of all of them never take memory at once."""
+    first = next(experts)
+    joined = [tensor.new_empty((count, *tensor.shape)) for tensor in _tensors(first)]
+    for number, expert in enumerate(chain([first], experts)):
+        for whole, tensor in zip(joined, _tensors(expert), strict=True):
+            whole[number] = tensor
+    return _like(first, joined)
+
+
+def _apart(stacked: MlpWeights) -> tuple[MlpWeights, ...]:
+    """Return each expert's part of stacked weights."""
+    return tuple(_like(stacked, list(parts)) for parts in zip(*_tensors(stacked), strict=True))
+
+
+def _like(mlp: MlpWeights, tensors: list[torch.Tensor]) -> MlpWeights:
+    """Return weights with other tensors in the places of those that an MLP has."""
+    left = iter(tensors)
+
+    def replaced(affine: Affine) -> Affine:
+        return Affine(next(left), None if affine.bias is None else next(left))
+
+    return MlpWeights(replaced(mlp.up), replaced(mlp.down))
 
 
 def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:

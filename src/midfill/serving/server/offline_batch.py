@@ -60,12 +60,16 @@ def run_batch(
         )
 
 
+_ANY_NUMBER = 1 << 20
+"""Of rows of a step: the token budget alone bounds them."""
+
+
 def for_throughput(options: ServeOptions) -> ServeOptions:
     """Return the options with as many answers in progress as memory allows, and long steps."""
     engine = structs.replace(
         options.options,
         max_running=_MAX_RUNNING,
-        offline_token_budget=options.options.token_budget,
+        offline_token_budget=_ANY_NUMBER,
     )
     return dataclasses.replace(options, options=engine)
 

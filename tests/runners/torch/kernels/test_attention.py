@@ -49,9 +49,7 @@ def test_every_row_sees_its_own_keys(
     batch = batch_of(CASES[case], gathered=gathered)
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn((batch.rows, KV_HEADS * GROUP, head_dim), generator=generator)
-    keys, values = (
-        torch.randn((SLOTS, KV_HEADS, head_dim), generator=generator) for _ in range(2)
-    )
+    keys, values = (torch.randn((SLOTS, KV_HEADS, head_dim), generator=generator) for _ in range(2))
     buffers = InputBuffers(128, 1024, torch.device(TRITON_DEVICE))
     tile = 1 if batch.rows == batch.requests else rows_per_tile(GROUP)
     buffers.load(batch, batch.rows + 2, tile)

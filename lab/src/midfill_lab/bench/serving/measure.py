@@ -281,7 +281,9 @@ def started_server(served: ServeOptions, keys: Sequence[str]) -> Iterator[str]:
 def serve_flags(served: ServeOptions) -> list[str]:
     """Return the options of ``midfill serve`` that a plan can set."""
     run = served.options
-    flags = ["--scheduler", run.scheduler, "--token-budget", str(run.token_budget)]
+    flags = ["--scheduler", run.scheduler]
+    if run.token_budget is not None:
+        flags += ["--token-budget", str(run.token_budget)]
     flags += ["--stream-interval-ms", f"{1000 * served.stream_interval:g}"]
     flags += ["--max-queued-tokens", str(served.max_queued_tokens)]
     if run.threads is not None:
