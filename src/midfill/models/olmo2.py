@@ -13,13 +13,11 @@ from midfill.models.family import LLAMA_MODULES, ConfigFields, Family, Shapes
 WINDOW_PATTERN = 4
 """Of so many layers of an Olmo 3, the last one sees everything."""
 
+_PRE_NORMS = ("attn_norm", "mlp_norm")
 MODULES = {
-    **{name: theirs for name, theirs in LLAMA_MODULES.items() if name[-5:] != "_norm"},
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
+    **{name: theirs for name, theirs in LLAMA_MODULES.items() if name not in _PRE_NORMS},
     "attn_post_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
-    "final_norm": "model.norm",
 }
 
 

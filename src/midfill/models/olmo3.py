@@ -20,9 +20,9 @@ def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     if windowed is None:
         windowed = tuple(i for i in range(config.layers) if (i + 1) % WINDOW_PATTERN)
     theta = _theta(fields, huggingface_config.FULL)
-    # Without the key, transformers assumes a window of 4096; with null, none.
-    is_wide = fields.states("sliding_window") and fields.get("sliding_window") is None
-    if not windowed or is_wide:
+    # Without the key, transformers assumes a window of 4096; null is none.
+    has_none = fields.states("sliding_window") and fields.get("sliding_window") is None
+    if not windowed or has_none:
         return replace(config, rope_theta=theta)
     return replace(
         config,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from packed_steps import Sequence, Stepper
+from sparse_planners import MadePlanner, everything, with_planners
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.kernels.cpu.row_blocks import MAX_BLOCK_ROWS
@@ -75,3 +76,16 @@ def test_observed_queries_are_those_of_torch(
         runner.forward(step)
         found = runner.observed_queries(step, 0, 1)
         assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_a_pass_that_stops_before_each_attention_has_the_same_bits(
+    runners: list[CpuRunner],
+) -> None:
+    found = []
+    for planner in (None, MadePlanner(everything)):
+        stepper, sequence = Stepper(runners[1]), Sequence(list(TOKENS))
+        stepper.step([(sequence, MAX_BLOCK_ROWS)])
+        batch = stepper.pack([(sequence, sequence.remaining)])
+        batch = batch if planner is None else with_planners(batch, planner)
+        found.append(runners[1].forward(batch).copy())
+    np.testing.assert_array_equal(*found)

@@ -1,8 +1,9 @@
 """The forward pass of a decoder that norms all heads of a row's query together, and of its key.
 
 It is that of ``kernels.cpu.decoder``, with the same weights and over the same memory, but for what
-lies between the projection to queries, keys and values and attention. ``weights.q_norm`` and
-``k_norm`` are of all heads here, and ``config.qk_norm``, of each head, is False.
+lies between the projection to queries, keys and values and attention. So projections are a pass
+over blocks of rows of their own. ``weights.q_norm`` and ``k_norm`` are of all heads together here,
+and ``config.qk_norm``, which asks for norms of each head, is False.
 """
 
 from midfill.kernels.cpu.calls import call_kernel
