@@ -88,4 +88,4 @@ def test_a_pass_that_stops_before_each_attention_has_the_same_bits(
         batch = stepper.pack([(sequence, sequence.remaining)])
         batch = batch if planner is None else with_planners(batch, planner)
         found.append(runners[1].forward(batch).copy())
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])
