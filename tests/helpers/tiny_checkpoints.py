@@ -146,6 +146,23 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
         "rope_local_base_freq": 1000.0,
         "tie_word_embeddings": True,
     },
+    "olmo2": _HEADS_OF_HIDDEN,
+    "olmo3": _HEADS_OF_HIDDEN
+    | {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 24,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 50_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50_000.0},
+        },
+    },
+    "olmoe": _HEADS_OF_HIDDEN
+    | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 96},
     "phi3": _HEADS_OF_HIDDEN | {"pad_token_id": None},
     "gpt-oss": _WIDE_HEADS
     | {
@@ -232,6 +249,9 @@ VARIANTS: Mapping[str, Variant] = {
     "mistral": Variant("mistral"),
     "gemma": Variant("gemma"),
     "gemma3": Variant("gemma3"),
+    "olmo2": Variant("olmo2"),
+    "olmo3": Variant("olmo3"),
+    "olmoe": Variant("olmoe"),
     "qwen2moe": Variant("qwen2moe"),
     "qwen3moe": Variant("qwen3moe"),
     "qwen3moe-dense-layers": Variant(
@@ -290,6 +310,8 @@ TRAINED = [
         "gemma3",
         "gpt-oss",
         "granitehybrid",
+        "olmo3",
+        "olmoe",
         "phi3",
         "qwen2moe",
         "qwen3moe",

@@ -478,6 +478,96 @@ class TestQwen3Next:
         assert "\n" not in str(caught.value)
 
 
+OLMO_3: dict[str, Any] = {
+    "model_type": "olmo3",
+    "architectures": ["Olmo3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 65536,
+    "vocab_size": 100278,
+    "eos_token_id": 100257,
+    "sliding_window": 4096,
+    "rope_theta": 500000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+    },
+}
+
+
+class TestOlmo:
+    def test_norms_come_after_attention_and_mlp_and_are_of_all_heads(self) -> None:
+        config = config_from_huggingface(OLMO_3 | {"model_type": "olmo2", "rope_scaling": None})
+        shapes = tensor_shapes(config)
+        assert shapes["layers.0.q_norm.weight"] == (4096,)
+        assert "layers.0.attn_norm.weight" not in shapes
+        assert shapes["layers.0.attn_post_norm.weight"] == (4096,)
+        assert config.sliding_window is None
+        assert config.norm_epsilon == 1e-5
+
+    def test_of_four_layers_of_an_olmo_3_one_sees_everything_and_scales_positions(self) -> None:
+        config = config_from_huggingface(OLMO_3)
+        assert [i for i in range(8) if config.window_of(i) is None] == [3, 7]
+        assert [i for i in range(8) if not config.is_local(i)] == [3, 7]
+        assert (config.window_of(0), config.local_rope_theta) == (4096, 500000.0)
+        assert config.rope_scaling.attention_factor == pytest.approx(1.2079, abs=1e-4)
+
+    def test_old_and_new_spelling_of_positions_say_the_same(self) -> None:
+        new = {
+            "full_attention": OLMO_3["rope_scaling"] | {"rope_theta": 500000},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
+        }
+        keys = ("rope_theta", "rope_scaling")
+        renamed = config_from_huggingface(without(OLMO_3, *keys) | {"rope_parameters": new})
+        assert renamed == config_from_huggingface(OLMO_3)
+
+    def test_keys_left_out_mean_what_they_mean_in_transformers(self) -> None:
+        config = config_from_huggingface(without(OLMO_3, "sliding_window", "rope_theta"))
+        assert (config.window_of(0), config.rope_theta, config.local_rope_theta) == (
+            4096,
+            500000.0,
+            500000.0,
+        )
+        config = config_from_huggingface(OLMO_3 | {"sliding_window": None})
+        assert (config.window_of(0), config.local_rope_theta) == (None, None)
+
+    def test_a_gguf_file_of_an_olmo_3_is_called_olmo2(self) -> None:
+        expected = config_from_huggingface(OLMO_3)
+        description = gguf_description(replace(expected, family="olmo2", windowed_layers=None))
+        description["olmo2.rope.scaling.attn_factor"] = expected.rope_scaling.attention_factor
+        found = config_from_gguf(description, tensor_shapes(expected))
+        assert found == replace(expected, family="olmo2")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {
+                    "rope_parameters": {
+                        kind: {"rope_type": "linear", "factor": 2.0}
+                        for kind in ("full_attention", "sliding_attention")
+                    }
+                },
+                "RoPE scaling of layers with a sliding window is not supported",
+            ),
+            ({"layer_types": ["full_attention"]}, "'layer_types' must name"),
+            ({"model_type": "olmoe", "clip_qkv": 8.0}, "'clip_qkv' is not supported"),
+        ],
+        ids=["scaled windows", "too few layers", "clipped"],
+    )
+    def test_what_is_not_supported_is_one_clear_line(
+        self, change: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=f"config.json: .*{message}") as caught:
+            config_from_huggingface(OLMO_3 | change)
+        assert "\n" not in str(caught.value)
+
+
 class TestGguf:
     @pytest.mark.parametrize("pattern", [None, 6])
     def test_gemma_3_leaves_out_what_all_its_models_share(self, pattern: int | None) -> None:

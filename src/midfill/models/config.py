@@ -252,7 +252,7 @@ class DeltaRule(StateLayers):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with grouped-query attention and rotary positions.
+    """A decoder with grouped-query attention and rotary positions.
 
     Attributes:
         family: "llama", "qwen2", "qwen3", "starcoder2", "mistral", "granite", "gemma", ...
@@ -266,7 +266,10 @@ class ModelConfig:
         gated_mlp: whether the MLP is down(act(gate) * up) instead of down(act(up)).
         qkv_bias, output_bias, mlp_bias: which projections carry a bias; MLPs are experts', too.
         qk_norm: RMSNorm of each query and key head before the rotary embedding (Qwen3).
-        post_norms: further norms of what attention and the MLP add to the hidden rows (Gemma 3).
+        joint_qk_norm: instead, one RMSNorm of all of a row's query heads, and one of all its key
+            heads (OLMo 2).
+        pre_norms: norms of what attention and the MLP read; without, they read the hidden rows.
+        post_norms: norms of what attention and the MLP add to the hidden rows (Gemma 3, OLMo 2).
         tied_embeddings: whether the LM head is the embedding.
         rotated: numbers of a head that the rotary embedding turns; None for all. The others come
             first in each half, and their pairs don't turn.
@@ -306,6 +309,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     tied_embeddings: bool = False
     rotated: int | None = None
@@ -332,6 +337,16 @@ class ModelConfig:
     def score_scale(self) -> float:
         """The factor of q.k before the softmax."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def q_norm_size(self) -> int:
+        """Numbers that are normed together: of one query head, or of all."""
+        return self.head_dim * (self.query_heads if self.joint_qk_norm else 1)
+
+    @property
+    def k_norm_size(self) -> int:
+        """Numbers that are normed together: of one key head, or of all."""
+        return self.head_dim * (self.kv_heads if self.joint_qk_norm else 1)
 
     @property
     def rotary_dim(self) -> int:
@@ -412,9 +427,9 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     space = config.state_space_of(layer)
     shapes = {
-        **_norm_shapes(config, "attn_norm"),
+        **(_norm_shapes(config, "attn_norm") if config.pre_norms else {}),
         **(_attention_shapes(config) if space is None else _state_shapes(config, space)),
-        **_norm_shapes(config, "mlp_norm"),
+        **(_norm_shapes(config, "mlp_norm") if config.pre_norms else {}),
     }
     experts = config.experts_of(layer)
     if experts is None:
@@ -424,8 +439,9 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.post_norms:
         shapes.update(_norm_shapes(config, "attn_post_norm"))
         shapes.update(_norm_shapes(config, "mlp_post_norm"))
-    if config.qk_norm and space is None:
-        shapes["q_norm.weight"] = shapes["k_norm.weight"] = (config.head_dim,)
+    if (config.qk_norm or config.joint_qk_norm) and space is None:
+        shapes["q_norm.weight"] = (config.q_norm_size,)
+        shapes["k_norm.weight"] = (config.k_norm_size,)
     return shapes
 
 

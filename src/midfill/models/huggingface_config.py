@@ -136,7 +136,12 @@ def read_windowed_layers(fields: ConfigFields, layers: int) -> tuple[int, ...] |
 
 
 def read_experts(
-    fields: ConfigFields, layers: int, *, per_token: int, shared_ffn: int = 0
+    fields: ConfigFields,
+    layers: int,
+    *,
+    per_token: int,
+    shared_ffn: int = 0,
+    ffn_key: str = "moe_intermediate_size",
 ) -> Experts | None:
     """Read the mixtures of experts as Qwen states them; None if no layer has one.
 
@@ -145,6 +150,7 @@ def read_experts(
         layers: of the model.
         per_token: experts per token, where the file doesn't say.
         shared_ffn: inner size of the shared expert.
+        ffn_key: key of the inner size of the others.
 
     Raises:
         CheckpointError: a field is missing or malformed.
@@ -163,7 +169,7 @@ def read_experts(
     return Experts(
         count=count,
         per_token=fields.size("num_experts_per_tok", per_token),
-        ffn=fields.size("moe_intermediate_size"),
+        ffn=fields.size(ffn_key),
         normalised=fields.flag("norm_topk_prob", False),
         shared_ffn=shared_ffn,
         dense_layers=dense,

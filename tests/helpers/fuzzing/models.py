@@ -165,6 +165,8 @@ _CONFIGS = (
     {"model_type": "gemma", "rms_norm_eps": 1e-6, "head_dim": 16},
     {"model_type": "gemma3_text", "rms_norm_eps": 1e-6, "head_dim": 16, "sliding_window": 8,
      "layer_types": ["full_attention"], "query_pre_attn_scalar": 16, "rope_local_base_freq": 1e4},
+    {"model_type": "olmo3", "rms_norm_eps": 1e-5, "sliding_window": 8,
+     "layer_types": ["full_attention"]},
     {"model_type": "deepseek_v2", "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
      "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 2, "n_shared_experts": 1,
      "num_experts_per_tok": 1, "moe_intermediate_size": 16, "rope_scaling": None},

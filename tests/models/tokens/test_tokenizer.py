@@ -326,7 +326,7 @@ class TestPreTokenizers:
         ("names", "words"),
         [
             (
-                ["gpt-2", "phi-2", "mellum"],
+                ["gpt-2", "phi-2", "mellum", "olmo"],
                 "if| x|12| !=| | '|don|'t|':|\n\n|\t|return| 1234",
             ),
             (
@@ -337,7 +337,7 @@ class TestPreTokenizers:
                 ["qwen2", "deepseek-r1-qwen"],
                 "if| x|1|2| !=| | '|don|'t|':\n\n|\treturn| |1|2|3|4",
             ),
-            (["llama-bpe", "llama3"], "if| x|12| !=| | '|don|'t|':\n\n|\treturn| |123|4"),
+            (["dbrx", "llama-bpe", "llama3"], "if| x|12| !=| | '|don|'t|':\n\n|\treturn| |123|4"),
             (["seed-coder"], "if| x|1|2| !=| | '|don|'t|':|\n\n|\treturn| |1|2|3|4"),
             (["gpt-4o"], "if| x|12| !=| | '|don't|':\n\n|\treturn| |123|4"),
             (["tekken"], "if| x|1|2| !=| | '|don|'t|':\n\n|\treturn| |1|2|3|4"),

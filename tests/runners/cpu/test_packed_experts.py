@@ -1,6 +1,7 @@
 """Packed experts: in memory once, in the order of their panels, and of shapes that kernels run."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from midfill.errors import CheckpointError, MidfillError
 from midfill.kernels.cpu.weight_formats import PANEL
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.packed_arrays import ArrayWriter
-from midfill.runners.cpu.packed_model import PackedModel, load_packed
+from midfill.runners.cpu.packed_model import PackedModel, load_packed, unsupported_reason
 from midfill.runners.cpu.weight_packing import packed_size
 
 
@@ -103,3 +104,13 @@ def test_a_shape_that_kernels_cannot_run_is_one_clear_line(
 def test_a_width_that_no_layer_has_does_not_matter(tmp_path: Path) -> None:
     odd = open_checkpoint(write_tiny("qwen3moe", tmp_path / "model", intermediate_size=100))
     assert "up" not in load_packed(odd, folder=tmp_path / "cache").matrices
+
+
+def test_norms_that_the_kernels_of_experts_lack_are_named(tmp_path: Path) -> None:
+    config = open_checkpoint(write_variant("olmoe", tmp_path)).config
+    assert unsupported_reason(config) is None
+    reason = unsupported_reason(replace(config, post_norms=True))
+    assert reason == "norms of what experts put out"
+    reason = unsupported_reason(replace(config, sinks=True))
+    assert reason is not None
+    assert reason.startswith("norms over all heads beside sinks")

@@ -71,6 +71,7 @@ def test_keys_are_stored_after_the_rotary_embedding_and_values_as_they_are(
     decoder.run_layers(prepared, hidden, 0, 1)
 
     layer = decoder.weights.layers[0]
+    assert layer.attn_norm is not None
     normed = torch.nn.functional.rms_norm(hidden, (64,), layer.attn_norm.weight, 1e-5)
     _, keys, values = (normed @ layer.qkv.weight.T).split((128, 64, 64), dim=1)
     keys, values = keys.view(8, 2, 32), values.view(8, 2, 32)

@@ -63,7 +63,9 @@ def transformers_config(config: ModelConfig) -> Any:
 
     family = FAMILIES[config.family]
     is_stored_otherwise = family.norm_offset or family.fused_projections
-    has_other_layers = config.experts or config.latent or config.state_space
+    has_other_layers = (
+        config.experts or config.latent or config.state_space or config.local_rope_theta
+    )
     if is_stored_otherwise or has_other_layers:
         raise MidfillError(f"models of the family {config.family} can't be trained here yet")
     fields: dict[str, Any] = {
@@ -94,7 +96,7 @@ def transformers_config(config: ModelConfig) -> Any:
             "logits_scaling": config.logits_divisor,
             "attention_multiplier": config.score_scale,
         }
-    if config.family in ("llama", "granite"):
+    if config.family in ("llama", "granite", "olmo2"):
         fields |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     if config.family == "starcoder2":
         fields |= {"use_bias": config.qkv_bias}

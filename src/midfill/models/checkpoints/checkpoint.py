@@ -3,7 +3,7 @@
 Canonical names (weights are [out_features, in_features], rotary halves in NEOX order):
 
     embed.weight  final_norm.weight  final_norm.bias  lm_head.weight (absent when tied)
-    layers.{i}.attn_norm.weight|bias    layers.{i}.mlp_norm.weight|bias
+    layers.{i}.{attn_norm,mlp_norm}.weight|bias (of what attention and the MLP read; not in all)
     layers.{i}.{attn_post_norm,mlp_post_norm}.weight (of what is added to the hidden rows)
     layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight    layers.{i}.attn.sinks
     layers.{i}.q_gate.weight (of what attention puts out)

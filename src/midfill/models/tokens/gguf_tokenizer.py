@@ -372,6 +372,7 @@ _TEKKEN = PreTokenizer(
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "codeshell": _DIGITS_THEN_GPT2,
     "command-r": PreTokenizer(digits=True, gpt2=True, nfc=True),
+    "dbrx": PreTokenizer(patterns=(_cl100k(r"\p{N}{1,3}"),)),
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-r1-qwen": _QWEN2,
@@ -384,6 +385,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama3": _LLAMA3,
     "mellum": _GPT2,
     "mellum2": _DIGITS_THEN_GPT2,
+    "olmo": PreTokenizer(gpt2=True, nfc=True),
     "phi-2": _GPT2,
     "qwen2": _QWEN2,
     "refact": _DIGITS_THEN_GPT2,

@@ -135,6 +135,8 @@ def unsupported_experts(config: ModelConfig, experts: Experts) -> str | None:
         return "a router with a bias and experts without, or the reverse"
     if experts.shared_ffn and (config.mlp_bias or config.activation == "swiglu_oai"):
         return "a shared expert with a bias or with clamped halves"
+    if config.post_norms:
+        return "norms of what experts put out"
     return None
 
 

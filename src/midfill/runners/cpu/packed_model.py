@@ -37,7 +37,12 @@ from midfill.runners.cpu.packed_latent import (
     assemble_latent,
     unsupported_latent,
 )
-from midfill.runners.cpu.packed_matrices import NOTHING, packed_matrix, rms_norm
+from midfill.runners.cpu.packed_matrices import (
+    NOTHING,
+    identity_norm,
+    packed_matrix,
+    rms_norm,
+)
 from midfill.runners.cpu.packed_state_space import (
     OUTPUT,
     PROJECT,
@@ -157,6 +162,8 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         return reason
     if reason := _unsupported_states(config):
         return reason
+    if config.joint_qk_norm and (config.sinks or config.latent or config.state_space):
+        return "norms over all heads beside sinks, latent attention or states"
     sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
     experts = config.experts
     if len(config.expert_layers) < config.layers:
@@ -284,12 +291,12 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         ),
         down=stack.part("down", 0, 1, "down_bias", hidden, ffn),
         attn_norm=stack.attention_norm(),
-        mlp_norm=stack.norm("mlp_norm"),
+        mlp_norm=stack.pre_norm("mlp_norm"),
         final_norm=stack.norm("final_norm"),
         attn_post_norm=stack.norm("attn_post_norm"),
         mlp_post_norm=stack.norm("mlp_post_norm"),
-        q_norm=stack.head_norm("q_norm"),
-        k_norm=stack.head_norm("k_norm"),
+        q_norm=stack.head_norm("q_norm", config.q_norm_size),
+        k_norm=stack.head_norm("k_norm", config.k_norm_size),
         rope=RopeTables(
             cos=np.concatenate([cos.reshape(-1) for cos, _ in tables]),
             sin=np.concatenate([sin.reshape(-1) for _, sin in tables]),
@@ -367,9 +374,14 @@ class _Stack:
             epsilon=self._config.norm_epsilon,
         )
 
+    def pre_norm(self, name: str) -> NormWeights:
+        """Return the norm before attention or an MLP; the identity if the model has none."""
+        norm = self.norm(name)
+        return norm if self._config.pre_norms else identity_norm(norm)
+
     def attention_norm(self) -> NormWeights:
         """Return the norm before attention, of the layers that have attention."""
-        norm, config = self.norm("attn_norm"), self._config
+        norm, config = self.pre_norm("attn_norm"), self._config
         if config.state_space is None:
             return norm
         return norm._replace(weight=self._of_attention(norm.weight))
@@ -379,11 +391,14 @@ class _Stack:
         layers = list(self._config.attention_layers)
         return weight.reshape(self._config.layers, -1)[layers].reshape(-1)
 
-    def head_norm(self, name: str) -> NormWeights:
-        """Return the RMSNorm of each query or key head, of the layers that have attention."""
+    def head_norm(self, name: str, size: int) -> NormWeights:
+        """Return the RMSNorm of each query or key head, of the layers that have attention.
+
+        With ``joint_qk_norm`` it is that of all heads together.
+        """
         weight = self._arrays[name]
         own = weight if self._config.state_space is None else self._of_attention(weight)
-        return rms_norm(self._config, own, self._config.head_dim)
+        return rms_norm(self._config, own, size)
 
 
 def _decoder_config(config: ModelConfig) -> DecoderConfig:

@@ -474,6 +474,10 @@ class CpuRunner:
             from midfill.kernels.cpu.latent.decoder import forward_latent
 
             function = forward_latent
+        elif self.config.joint_qk_norm:
+            from midfill.kernels.cpu.joint_norms.decoder import forward_with_joint_norms
+
+            function = forward_with_joint_norms
         elif self.model.sinks is not None:
             from midfill.kernels.cpu.sink_attention.decoder import forward_with_sinks
 

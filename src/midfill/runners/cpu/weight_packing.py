@@ -373,6 +373,6 @@ def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray
         **router_corrections(config, checkpoint.tensor),
         **expert_biases(config, checkpoint.tensor),
         **({"sinks": layers(("attn.sinks", config.query_heads))} if config.sinks else {}),
-        "q_norm": layers(("q_norm.weight", config.head_dim)),
-        "k_norm": layers(("k_norm.weight", config.head_dim)),
+        "q_norm": layers(("q_norm.weight", config.q_norm_size)),
+        "k_norm": layers(("k_norm.weight", config.k_norm_size)),
     }

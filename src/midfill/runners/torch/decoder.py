@@ -214,16 +214,14 @@ class Decoder:
         for index in range(first, end):
             layer = self.weights.layers[index]
             attended = self._attention(index, layer, self._norm(hidden, layer.attn_norm), batch)
-            if layer.attn_post_norm is not None:
-                attended = self._norm(attended, layer.attn_post_norm)
+            attended = self._norm(attended, layer.attn_post_norm)
             hidden = hidden.add(attended, alpha=multiplier)
             normed = self._norm(hidden, layer.mlp_norm)
             if isinstance(layer.mlp, ExpertWeights):
                 expanded = self.mix_experts(index, layer.mlp, normed)
             else:
                 expanded = self.expand(layer.mlp, normed)
-            if layer.mlp_post_norm is not None:
-                expanded = self._norm(expanded, layer.mlp_post_norm)
+            expanded = self._norm(expanded, layer.mlp_post_norm)
             hidden = hidden.add(expanded, alpha=multiplier)
         return hidden
 
@@ -246,8 +244,7 @@ class Decoder:
         heads = [config.query_heads, config.kv_heads, config.kv_heads]
         qkv = _linear(hidden, layer.qkv).view(-1, sum(heads), config.head_dim)
         q, k, v = torch.split(qkv, heads, dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
         turns = batch.turns[config.is_local(index)]
         q, k = _rotate(q, turns), _rotate(k, turns)
         self.observed[index] = q[batch.observed_rows]
@@ -433,8 +430,16 @@ class Decoder:
             case "swiglu_oai":
                 return values * torch.sigmoid(_SWIGLU_OAI_ALPHA * values)
 
-    def _norm(self, values: torch.Tensor, norm: Affine) -> torch.Tensor:
-        """Norm the last dimension, in float32 whatever the dtype."""
+    def _norm_heads(self, heads: torch.Tensor, norm: Affine | None) -> torch.Tensor:
+        """Norm [rows, heads, head_dim]: each head, or all of a row's together."""
+        if not self.config.joint_qk_norm:
+            return self._norm(heads, norm)
+        return self._norm(heads.flatten(1), norm).view(heads.shape)
+
+    def _norm(self, values: torch.Tensor, norm: Affine | None) -> torch.Tensor:
+        """Norm the last dimension, in float32 whatever the dtype; None leaves all as it is."""
+        if norm is None:
+            return values
         size, epsilon = norm.weight.shape, self.config.norm_epsilon
         if self.config.norm == "layer":
             return functional.layer_norm(values, size, norm.weight, norm.bias, epsilon)

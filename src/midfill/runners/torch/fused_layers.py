@@ -23,6 +23,8 @@ def is_fusible(config: ModelConfig) -> bool:
         config.latent is None
         and config.state_space is None
         and config.has_rope
+        and config.pre_norms
+        and not config.joint_qk_norm
         and not config.gated_attention
         and config.head_dim <= _WIDEST_HEAD
     )

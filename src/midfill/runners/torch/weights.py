@@ -133,18 +133,18 @@ class LayerWeights:
     """One layer.
 
     Attributes:
-        attn_norm, mlp_norm: before attention and before the MLP.
+        attn_norm, mlp_norm: before attention and before the MLP; None if the model has none.
         qkv: rows of q, k and v, one below the other; or latent attention; or what a layer with a
             state has.
         q_gate: see ``ModelConfig.gated_attention``; None if the layer has none.
-        q_norm, k_norm: of each head; None if the model has none.
+        q_norm, k_norm: of each head, or of all together; None if the model has none.
         attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
         sinks: [query_heads], see ``ModelConfig.sinks``; None if the model has none.
         o: the output projection.
         mlp: an MLP, or a mixture of experts.
     """
 
-    attn_norm: Affine
+    attn_norm: Affine | None
     qkv: Affine | LatentWeights | StateSpaceWeights | DeltaRuleWeights
     q_gate: Affine | None
     q_norm: Affine | None
@@ -153,7 +153,7 @@ class LayerWeights:
     mlp_post_norm: Affine | None
     sinks: torch.Tensor | None
     o: Affine
-    mlp_norm: Affine
+    mlp_norm: Affine | None
     mlp: MlpWeights | ExpertWeights
 
 
@@ -221,17 +221,18 @@ class _Loader:
         config, layer = self._checkpoint.config, f"layers.{number}"
         experts, space = config.experts_of(number), config.state_space_of(number)
         attends = space is None
+        norms_heads = attends and (config.qk_norm or config.joint_qk_norm)
         return LayerWeights(
-            attn_norm=self._affine(f"{layer}.attn_norm"),
+            attn_norm=self._affine(f"{layer}.attn_norm") if config.pre_norms else None,
             qkv=self._attention(layer) if space is None else self._states(layer, space),
             q_gate=self._affine(f"{layer}.q_gate") if config.gated_attention and attends else None,
-            q_norm=self._affine(f"{layer}.q_norm") if config.qk_norm and attends else None,
-            k_norm=self._affine(f"{layer}.k_norm") if config.qk_norm and attends else None,
+            q_norm=self._affine(f"{layer}.q_norm") if norms_heads else None,
+            k_norm=self._affine(f"{layer}.k_norm") if norms_heads else None,
             attn_post_norm=self._affine(f"{layer}.attn_post_norm") if config.post_norms else None,
             mlp_post_norm=self._affine(f"{layer}.mlp_post_norm") if config.post_norms else None,
             sinks=self._tensor(f"{layer}.attn.sinks") if config.sinks else None,
             o=self._affine(f"{layer}.o" if attends else f"{layer}.ssm_out"),
-            mlp_norm=self._affine(f"{layer}.mlp_norm"),
+            mlp_norm=self._affine(f"{layer}.mlp_norm") if config.pre_norms else None,
             mlp=self._mlp(layer) if experts is None else self._experts(layer, experts),
         )
 
