@@ -17,7 +17,7 @@ import typer
 from benchmarks.report import publish
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.config import ModelConfig, tensor_shapes
+from midfill.models.config import Experts, ModelConfig, tensor_shapes
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.runner import CAPTURED_ROWS, TorchRunner
 from midfill.stored_tensor import StoredTensor
@@ -33,8 +33,12 @@ SHAPES = {
         "qwen2", 28, 1536, 12, 2, 128, 8960, 151_936, 32_768, tied_embeddings=True, qkv_bias=True
     ),
     "7b": ModelConfig("qwen2", 28, 3584, 28, 4, 128, 18_944, 152_064, 32_768, qkv_bias=True),
-}
-"""SmolLM2-135M, Qwen2.5-Coder 1.5B and 7B."""
+    "30b-a3b, 8 layers": ModelConfig(
+        "qwen3moe", 8, 2048, 32, 4, 128, 6144, 151_936, 32_768, qk_norm=True,
+        experts=Experts(count=128, per_token=8, ffn=768, normalised=True),
+    ),
+}  # fmt: skip
+"""SmolLM2-135M, Qwen2.5-Coder 1.5B and 7B, and a sixth of Qwen3-Coder-30B-A3B."""
 CONTEXT = 1500
 STEPS = {
     "decode, 1 stream": (1, 1, CONTEXT),
@@ -63,7 +67,8 @@ class RandomCheckpoint:
         """Return a tensor: the same numbers over and over, scaled to keep rows near unit size."""
         shape = self._shapes[name]
         if len(shape) == 1:
-            return cast(StoredTensor, _Floats(np.ones(shape, np.float32)))
+            value = 0.0 if name.endswith("bias") else 1.0
+            return cast(StoredTensor, _Floats(np.full(shape, value, np.float32)))
         repeated = np.resize(self._noise, math.prod(shape)).reshape(shape)
         repeated *= np.float32(shape[-1] ** -0.5)
         return cast(StoredTensor, _Floats(repeated))
@@ -133,18 +138,23 @@ def bound_of(
 ) -> float:
     """Return the seconds that a step takes at least: bytes or operations, whichever take longer."""
     requests, rows, context = step
-    head = 2 * config.vocab * config.hidden
-    kv = 2 * config.layers * config.kv_heads * config.head_dim * 2
-    read = weights - (0 if config.tied_embeddings else head) + requests * (context + rows) * kv
-    pairs = requests * rows * (context + (rows + 1) / 2)
-    layers = weights - head * (1 if config.tied_embeddings else 2)
-    operations = requests * (rows * layers + head)
+    tokens = requests * rows
+    head, experts, chosen = 2 * config.vocab * config.hidden, 0, 0
+    if config.experts is not None:
+        one = 6 * config.hidden * config.experts.ffn * config.layers
+        experts, chosen = config.experts.count * one, config.experts.per_token * one
+    dense = weights - head * (1 if config.tied_embeddings else 2) - experts
+    # Chosen at random, tokens leave some experts out.
+    read = dense + head + experts * (1 - (1 - chosen / experts) ** tokens if experts else 0)
+    read += requests * (context + rows) * 4 * config.layers * config.kv_heads * config.head_dim
+    pairs = tokens * (context + (rows + 1) / 2)
+    operations = tokens * (dense + chosen) + requests * head
     operations += 4 * pairs * config.layers * config.query_heads * config.head_dim
     return max(read / bandwidth, operations / rate)
 
 
 def gpu_steps(
-    shapes: Annotated[str, typer.Option(help="Shapes, separated by commas.")] = "135m,1.5b",
+    shapes: Annotated[str, typer.Option(help="Shapes, separated by semicolons.")] = "135m;1.5b",
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 30,
     json: JsonOption = None,
     docs: DocsOption = None,
@@ -154,7 +164,7 @@ def gpu_steps(
         raise MidfillError("gpu-steps needs a CUDA GPU, and torch finds none")
     bandwidth, rate = measured_peaks()
     figures: list[dict[str, object]] = []
-    for name in shapes.split(","):
+    for name in shapes.split(";"):
         started = time.perf_counter()
         checkpoint = cast(Checkpoint, RandomCheckpoint(SHAPES[name]))
         runner = TorchRunner(
@@ -178,7 +188,7 @@ def gpu_steps(
         del runner, graphs
         torch.cuda.empty_cache()
     report = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(), "torch": str(torch.__version__),
         "bandwidth": bandwidth, "rate": rate, "steps": figures,
     }  # fmt: skip
     publish(report, steps_table(report), section="gpu-steps", json=json, docs=docs)

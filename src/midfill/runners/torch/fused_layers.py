@@ -95,9 +95,10 @@ class FusedLayers:
         return functional.linear(gated, mlp.down.weight, mlp.down.bias)
 
     def _add_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Affine
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Affine | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self._config
+        assert norm is not None
         return add_norm(
             hidden, delta, config.residual_multiplier, norm.weight, norm.bias,
             config.norm_epsilon, centred=config.norm == "layer",

@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.decoder import Decoder
-from midfill.runners.torch.fused_layers import FusedLayers, is_fusible
+from midfill.runners.torch.fused_layers import FusedLayers
 from midfill.runners.torch.kernels.attention import rows_per_tile
-from midfill.runners.torch.kernels.experts import expand_experts
 from midfill.runners.torch.kernels.step_inputs import InputBuffers
 
 _CAPTURED_OUTPUTS = (1, 2, 4, 8, 16, 32, 64)
@@ -24,26 +23,13 @@ _MOST_DECODES = 256
 """Of steps that are captured for requests with one row each."""
 _MOST_KV_SLOTS = 1 << 21
 """Of all requests of a batch together: 256 of 8,192 tokens."""
-_LEAST_CAPABILITY = (8, 0)
-"""From here on GPUs multiply bfloat16."""
-
-
-def can_capture(decoder: Decoder) -> bool:
-    """Return whether there are kernels for a decoder and its device."""
-    return (
-        decoder.device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(decoder.device) >= _LEAST_CAPABILITY
-        and is_fusible(decoder.config)
-        and decoder.offloaded is None
-    )
 
 
 class StepGraphs:
     """Runs whole forward passes. Everything is captured when it is made, which takes seconds.
 
     Args:
-        decoder: see ``can_capture``.
+        decoder: on a CUDA GPU; its model ``is_fusible``, and experts are computed at once.
         rows, outputs: the numbers that are captured, ascending.
     """
 
@@ -54,7 +40,6 @@ class StepGraphs:
         outputs: Sequence[int] = _CAPTURED_OUTPUTS,
     ) -> None:
         config, device = decoder.config, decoder.device
-        decoder.grouped_experts = expand_experts
         self._decoder = decoder
         self._rows = tuple(rows)
         self._outputs = tuple(outputs)

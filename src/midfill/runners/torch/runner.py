@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from midfill.runners.torch.graphs import StepGraphs
 
 DEFAULT_STATES = 16
+_LEAST_CAPABILITY = (8, 0)
+"""From here on GPUs multiply bfloat16."""
 CAPTURED_ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
     *(384, 512, 768, 1024, 1536, 2048),
@@ -165,15 +167,28 @@ class TorchRunner:
 
 
 def _capture(decoder: Decoder, rows: Sequence[int]) -> "StepGraphs | None":
-    # Imported where it is used: it needs Triton, which only builds for CUDA bring.
-    if not rows or decoder.device.type != "cuda" or find_spec("triton") is None:
+    """Give a decoder the kernels that there are for it; capture steps if they are all it needs."""
+    if not rows or not _runs_triton(decoder.device):
         return None
-    from midfill.runners.torch.graphs import StepGraphs, can_capture
+    # Imported where they are used: they need Triton, which only PyTorch for CUDA brings.
+    from midfill.runners.torch.fused_layers import is_fusible
+    from midfill.runners.torch.graphs import StepGraphs
+    from midfill.runners.torch.kernels.experts import expand_experts
 
-    if not can_capture(decoder):
+    decoder.grouped_experts = expand_experts
+    if decoder.offloaded is not None or not is_fusible(decoder.config):
         return None
     with torch.inference_mode():
         return StepGraphs(decoder, rows)
+
+
+def _runs_triton(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+        and find_spec("triton") is not None
+    )
 
 
 def _find_device(name: str) -> torch.device:

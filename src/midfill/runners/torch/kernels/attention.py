@@ -16,6 +16,7 @@ _QUERIES = 64
 _KEYS = 64
 """Keys that a program reads at a time; half as many of wide heads."""
 _WIDE = 128
+_WARPS, _STAGES = 4, 2
 _MAX_PARTS = 32
 _PROGRAMS_PER_PROCESSOR = 2
 
@@ -78,7 +79,7 @@ def attend_rows(
         SINK=sinks is not None,
         QUERIES=max(triton.next_power_of_2(tile * group), 16),
         KEYS=_KEYS if width <= _WIDE else _KEYS // 2,
-        num_warps=4, num_stages=2,
+        num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     if parts > 1:
         _merge[(rows, heads)](
