@@ -43,7 +43,7 @@ def activated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Te
     ("activation", "biased"),
     [("silu", False), ("gelu", False), ("gelu_tanh", False), ("swiglu_oai", True)],
 )
-@pytest.mark.parametrize(("rows", "used"), [(1, 6), (5, 6), (70, 6), (70, 1), (130, 3)])
+@pytest.mark.parametrize(("rows", "used"), [(1, 6), (5, 6), (70, 6), (70, 1), (200, 3)])
 def test_rows_get_what_their_experts_make_of_them(
     rows: int, used: int, activation: str, biased: bool
 ) -> None:
