@@ -5,8 +5,6 @@ so that an expert's weights are read once per tile. How many tiles there are at 
 shapes alone, so a CUDA graph can hold it.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -14,20 +12,8 @@ import triton.language as tl
 from midfill.models.config import Activation
 from midfill.runners.torch.weights import MlpWeights
 
-
-@dataclass(frozen=True)
-class _Blocks:
-    """What a program computes: ``tile`` pairs times ``columns``, ``depth`` numbers at a time."""
-
-    tile: int
-    columns: int
-    depth: int
-    warps: int
-
-
-_FEW = _Blocks(16, 32, 128, 4)  # 16 is the least of a matrix product
-_SOME = _Blocks(64, 64, 64, 4)
-_MANY = _Blocks(128, 64, 64, 8)
+_TILE = 64
+_LEAST_TILE = 16  # rows of the smallest matrix product
 _GATES: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 
 
@@ -54,26 +40,24 @@ def expand_experts(
     per_token, count = chosen.shape[1], len(experts.up.weight)
     ffn = experts.down.weight.shape[2]
     pairs = rows * per_token
-    if pairs <= 2 * count:
-        blocks, tiles = _FEW, _tiles_of_one(chosen)
-    else:
-        blocks = _SOME if pairs <= _SOME.tile * count else _MANY
-        tiles = _sorted_tiles(chosen, count, blocks.tile)
+    few = pairs <= 2 * count
+    tiles = _tiles_of_one(chosen) if few else _sorted_tiles(chosen, count)
     inner = hidden.new_empty((pairs, ffn))
     expanded = torch.empty((pairs, size), dtype=torch.float32, device=hidden.device)
-    depth = blocks.depth // (hidden.itemsize // 2)  # as many bytes of any dtype
-    columns = blocks.columns
-    shape = {"TILE": blocks.tile, "COLUMNS": columns, "DEPTH": depth, "num_warps": blocks.warps}
+    columns, depth = (32, 128) if few else (64, 64)
+    if hidden.dtype == torch.float32:
+        depth //= 2  # as many bytes
+    shape = {"TILE": _LEAST_TILE if few else _TILE, "COLUMNS": columns, "DEPTH": depth}
     up, down = experts.up, experts.down
     _up[(len(tiles[1]), triton.cdiv(ffn, columns))](
         hidden, up.weight, up.weight if up.bias is None else up.bias, inner, *tiles, limit,
         SIZE=size, FFN=ffn, PER_TOKEN=per_token, BIAS=up.bias is not None,
-        GATE=_GATES.index(activation), num_stages=3, **shape,
+        GATE=_GATES.index(activation), num_warps=4, num_stages=3, **shape,
     )  # fmt: skip
     _down[(len(tiles[1]), triton.cdiv(size, columns))](
         inner, down.weight, down.weight if down.bias is None else down.bias, weights, expanded,
         *tiles,
-        SIZE=size, FFN=ffn, BIAS=down.bias is not None, num_stages=3, **shape,
+        SIZE=size, FFN=ffn, BIAS=down.bias is not None, num_warps=4, num_stages=3, **shape,
     )  # fmt: skip
     return expanded.view(rows, per_token, size).sum(dim=1).to(hidden.dtype)
 
@@ -88,19 +72,19 @@ def _tiles_of_one(chosen: torch.Tensor) -> Tiles:
     return order, chosen.flatten(), order, torch.ones_like(order)
 
 
-def _sorted_tiles(chosen: torch.Tensor, experts: int, size: int) -> Tiles:
-    """Return tiles of pairs that are sent to the same expert, of at most ``size``."""
+def _sorted_tiles(chosen: torch.Tensor, experts: int) -> Tiles:
+    """Return tiles of pairs that are sent to the same expert, of at most ``_TILE``."""
     flat = chosen.flatten()
     number = torch.arange(experts, device=chosen.device)
     counts = (flat[:, None] == number).sum(dim=0)
-    ends, tiles = counts.cumsum(dim=0), (counts + size - 1) // size
+    ends, tiles = counts.cumsum(dim=0), (counts + _TILE - 1) // _TILE
     tile_ends = tiles.cumsum(dim=0)
-    most = min(len(flat), experts) + len(flat) // size
+    most = min(len(flat), experts) + len(flat) // _TILE
     tile = torch.arange(most, device=chosen.device)
     expert = torch.searchsorted(tile_ends, tile, right=True).clamp(max=experts - 1)
     within = tile - (tile_ends - tiles)[expert]
-    first = (ends - counts)[expert] + within * size
-    sizes = (ends[expert] - first).clamp(0, size)
+    first = (ends - counts)[expert] + within * _TILE
+    sizes = (ends[expert] - first).clamp(0, _TILE)
     return flat.argsort(stable=True), expert, first, sizes
 
 
