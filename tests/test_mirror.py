@@ -95,6 +95,7 @@ TESTED_THROUGH = {
         "kv/compressed_prefix",
         "methods/evict/state",
     ),
+    "methods/latents/test_sequence.py": ("methods/latents/method",),
     "methods/rows/test_sequence.py": ("methods/rows/method",),
     "methods/store/test_cachegen.py": ("kernels/cpu/entropy/rans",),
     "methods/test_codecs.py": ("methods/store/cachegen_profile",),
@@ -122,6 +123,11 @@ TESTED_THROUGH = {
         "runners/forward/cells",
         "runners/forward/layer_rows",
         "runners/forward/runner",
+    ),
+    "runners/torch/latent_parts/test_runner.py": (
+        "runners/torch/latent_parts/group",
+        "runners/torch/latent_parts/messages",
+        "runners/torch/latent_parts/worker",
     ),
     "runners/torch/test_runner.py": (
         "runners/torch/cells",

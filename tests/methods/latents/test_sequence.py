@@ -19,7 +19,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.torch.latent_parts.runner import LatentPartsRunner
 from midfill.runners.torch.weights import load_weights
-from serving import Answer, build_engine, preempting_every, request, serve
+from serving import Answer, FixedCost, build_engine, preempting_every, request, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, logprobs=0)
 OPTIONS = ModelOptions(
@@ -60,7 +60,7 @@ def ask(engine: Engine, *prompts: Sequence[int], **fields: Any) -> list[Answer]:
 def check_same(found: Answer, expected: Answer) -> None:
     """Up to rounding, as in torch generally."""
     assert found.tokens == expected.tokens
-    scores = [[one.chosen for one in answer.logprobs] for answer in (found, expected)]
+    scores = [[one.logprob for one in answer.logprobs] for answer in (found, expected)]
     np.testing.assert_allclose(scores[0], scores[1], rtol=0, atol=1e-4)
 
 
@@ -75,22 +75,24 @@ def test_an_answer_follows_the_formulas(
     expected = naive_logits(*model, len(tokens))[len(tokens) - 1 : -1]
     assert answer.tokens == expected.argmax(-1).tolist()
     scores = expected.log_softmax(-1).max(-1).values.tolist()
-    np.testing.assert_allclose([one.chosen for one in answer.logprobs], scores, rtol=0, atol=1e-3)
+    np.testing.assert_allclose([one.logprob for one in answer.logprobs], scores, rtol=0, atol=1e-3)
     whole = naive_logits(*model, len(tokens + answer.tokens))[len(tokens) - 1 : -1]
     assert not torch.allclose(whole[1:], expected[1:], atol=0.05)
 
 
 def test_load_changes_no_answer(loaded: tuple[Engine, LatentPartsRunner]) -> None:
     """Neither batching, nor chunks, nor drafts, nor what is cached, nor a prompt of one token."""
-    prompts = [prompt(length) for length in (1, 17, 60, 150)]
-    alone = [ask(engine_of(loaded, speculate=False), tokens)[0] for tokens in prompts]
-    for options in ({"token_budget": 16}, {"token_budget": 256}):
-        for found, expected in zip(ask(engine_of(loaded, **options), *prompts), alone, strict=True):
+    prompts = [*(prompt(length) for length in (1, 17, 150)), prompt(12) * 5]
+    alone = [ask(engine_of(loaded), tokens)[0] for tokens in prompts]
+    drafting = engine_of(loaded, step_cost=FixedCost())
+    for engine in (engine_of(loaded, token_budget=16), drafting):
+        for found, expected in zip(ask(engine, *prompts), alone, strict=True):
             check_same(found, expected)
-    engine = engine_of(loaded)
-    for _ in range(2):
-        for tokens, expected in zip(prompts, alone, strict=True):
-            check_same(ask(engine, tokens)[0], expected)
+    assert drafting.stats().draft_tokens > 0
+    for tokens, expected in zip(prompts, alone, strict=True):
+        (found,) = ask(drafting, tokens)
+        check_same(found, expected)
+        assert found.cached_tokens == len(tokens) - 1
 
 
 def test_preemption_changes_no_answer(loaded: tuple[Engine, LatentPartsRunner]) -> None:

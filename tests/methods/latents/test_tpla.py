@@ -16,5 +16,5 @@ def test_it_needs_latents_in_parts(tmp_path_factory: pytest.TempPathFactory) -> 
     method = resolve_method("tpla")
     assert isinstance(method, Tpla)
     assert isinstance(method.for_model(ServedModel(config, latent_parts=2)), PartedLatents)
-    with pytest.raises(InvalidRequestError, match="^tpla: needs .* --latent-parts 2$"):
+    with pytest.raises(InvalidRequestError, match=r"^tpla: needs .* --latent-parts 2$"):
         method.for_model(ServedModel(config))

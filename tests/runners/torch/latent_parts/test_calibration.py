@@ -1,5 +1,7 @@
 """What a model's latents and queries are found to be, and what follows from them."""
 
+import math
+
 import torch
 from naive_latents import LatentModel
 
@@ -36,14 +38,14 @@ def test_the_first_part_has_most_of_the_energy(rotation: LatentRotation) -> None
     torch.testing.assert_close(rotation.shares.sum(1), torch.ones(3))
 
 
-def test_less_text_than_numbers_in_a_latent(model: LatentModel) -> None:
-    """The axes are complete nevertheless, and answers follow the model's."""
+def test_less_text_than_numbers_in_a_latent(model: LatentModel, rotation: LatentRotation) -> None:
+    """The axes are complete nevertheless; more text does better."""
     found = calibrate(model.config, model.weights, [model.texts[0][:20]], 2)
     for axes in found.axes:
         torch.testing.assert_close(axes.T @ axes, torch.eye(128), rtol=0, atol=1e-5)
     assert found.shares.isfinite().all()
     assert found.scales.isfinite().all()
-    assert 0 < model.divergence(found, 80) < 1
+    assert model.divergence(rotation, 80) < model.divergence(found, 80) < math.inf
 
 
 def test_texts_are_source_code_that_fits_the_context() -> None:

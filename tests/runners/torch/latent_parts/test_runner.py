@@ -24,7 +24,9 @@ from midfill.runners.torch.latent_parts.messages import PartShape
 from midfill.runners.torch.latent_parts.runner import LatentPartsRunner
 from midfill.runners.torch.weights import load_weights
 
-SHAPE = PartShape(parts=2, slots=96, device="cpu", dtype=torch.float32, threads=1)
+SLOTS, NUMBERS = 96, 64 + 64
+"""Of each token, a process keeps half a latent and all that is rotated."""
+SHAPE = PartShape(parts=2, slots=SLOTS, device="cpu", dtype=torch.float32, threads=1)
 TEXT = np.random.default_rng(2).integers(4, 320, 40).tolist()
 PROMPT = 30
 
@@ -37,9 +39,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Checkpoint) -> Iterator[LatentPartsRunner]:
-    runner = LatentPartsRunner(checkpoint, SHAPE)
+    memory = 3 * SLOTS * NUMBERS * 4
+    options = ModelOptions(
+        backend="torch", device="cpu", latent_parts=2, threads=1, kv_memory=memory
+    )
+    runner = load_runner(checkpoint, options)
+    assert isinstance(runner, LatentPartsRunner)
     yield runner
     runner.close()
+    assert [worker.process.returncode for worker in runner._workers] == [0]
 
 
 def test_two_processes_follow_the_formulas(
@@ -75,10 +83,10 @@ def test_a_batch_that_is_refused_reaches_no_process(runner: LatentPartsRunner) -
 
 
 def test_memory_is_that_of_all_parts(runner: LatentPartsRunner) -> None:
-    """Of each token, a process keeps half a latent and all that is rotated."""
-    assert runner.slots == SHAPE.slots
-    assert runner.cells.layout.widths == ((64 + 64) * 4,) * 2
-    assert runner.kv_bytes == 2 * 3 * SHAPE.slots * (64 + 64) * 4
+    """``--kv-memory`` is what each has."""
+    assert runner.slots == SLOTS
+    assert runner.cells.layout.widths == (NUMBERS * 4,) * 2
+    assert runner.kv_bytes == 2 * 3 * SLOTS * NUMBERS * 4
     assert runner.decoder.kv_cache.bytes == runner.kv_bytes // 2
 
 
@@ -88,7 +96,7 @@ class TestCells:
         batch = text_batch(TEXT, 0)
         runner.forward(batch)
         expected = np.copy(runner.forward(text_batch(TEXT, len(TEXT) - 1)))
-        cells = np.concatenate([np.arange(40) + layer * SHAPE.slots for layer in range(3)])
+        cells = np.concatenate([np.arange(40) + layer * SLOTS for layer in range(3)])
         dumped = runner.cells.dump(cells.astype(np.int32))
         assert not np.array_equal(dumped[0], dumped[1])
         runner.cells.restore((cells + 45).astype(np.int32), dumped)
@@ -130,29 +138,12 @@ def test_a_part_that_dies_ends_the_engines_process(checkpoint: Checkpoint) -> No
         lost.forward(text_batch(TEXT, 0))
 
 
-def test_parts_end_with_their_runner(checkpoint: Checkpoint) -> None:
-    runner = LatentPartsRunner(checkpoint, SHAPE)
-    (process,) = [worker.process for worker in runner._workers]
-    runner.close()
-    assert process.returncode == 0
-
-
 def test_a_part_that_cant_load_says_so(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(MidfillError, match="part 1 of the latents can't be loaded: .*no-adapter"):
+    with pytest.raises(MidfillError, match=r"part 1 of the latents can't be loaded: .*no-adapter"):
         LatentPartsRunner(checkpoint, SHAPE, adapter=tmp_path / "no-adapter")
 
 
 class TestLoading:
-    def test_each_part_has_the_memory_that_was_asked_for(self, checkpoint: Checkpoint) -> None:
-        options = ModelOptions(
-            backend="torch", device="cpu", latent_parts=4, threads=1, kv_memory=100_000
-        )
-        runner = load_runner(checkpoint, options)
-        assert isinstance(runner, LatentPartsRunner)
-        assert runner.slots == 100_000 // (3 * (32 + 64) * 4)
-        assert runner.description == "PyTorch on cpu, latents in 4 parts"
-        runner.close()
-
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
