@@ -95,7 +95,6 @@ TESTED_THROUGH = {
         "kv/compressed_prefix",
         "methods/evict/state",
     ),
-    "methods/latents/test_sequence.py": ("methods/latents/method",),
     "methods/rows/test_sequence.py": ("methods/rows/method",),
     "methods/store/test_cachegen.py": ("kernels/cpu/entropy/rans",),
     "methods/test_codecs.py": ("methods/store/cachegen_profile",),
@@ -126,13 +125,9 @@ TESTED_THROUGH = {
     ),
     "runners/torch/latent_parts/test_runner.py": (
         "runners/torch/latent_parts/group",
-        "runners/torch/latent_parts/messages",
         "runners/torch/latent_parts/worker",
     ),
-    "runners/torch/test_runner.py": (
-        "runners/torch/cells",
-        "runners/torch/weights",
-    ),
+    "runners/torch/test_runner.py": ("runners/torch/cells",),
     "serving/cluster/test_command.py": ("serving/cluster/deployment",),
     "serving/cluster/test_remote_engine.py": ("engine/process/aggregate",),
     "serving/cluster/test_replicas.py": (

@@ -139,7 +139,7 @@ def test_other_methods_stay_refused(
     for name in ("snapkv", "tpla+hip"):
         with pytest.raises(InvalidRequestError, match="not possible with latent attention"):
             loaded[0].check_method(any_method(name))
-    with pytest.raises(OptionError, match="--method tpla: tpla: needs .* --latent-parts 2"):
+    with pytest.raises(OptionError, match=r"--method tpla: tpla: needs .* --latent-parts 2"):
         load_engine(checkpoint, msgspec.structs.replace(OPTIONS, latent_parts=None, method="tpla"))
 
 
