@@ -32,13 +32,15 @@ def hadamard_axes(rank: int, seed: int = 0) -> torch.Tensor:
     while len(matrix) < rank:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     signs = torch.randint(0, 2, (rank, 1), generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    return signs * matrix / rank**0.5
+    axes: torch.Tensor = signs * matrix / rank**0.5
+    return axes
 
 
 def random_axes(rank: int, seed: int = 0) -> torch.Tensor:
     """Return a random orthogonal matrix [rank, rank]."""
     numbers = torch.randn(rank, rank, generator=torch.Generator().manual_seed(seed))
-    return torch.linalg.qr(numbers).Q
+    axes: torch.Tensor = torch.linalg.qr(numbers).Q
+    return axes
 
 
 def energy_scales(shares: torch.Tensor) -> torch.Tensor:
@@ -275,7 +277,8 @@ class LatentModel:
 
     @property
     def tested(self) -> list[int]:
-        return self.texts[-1][:160].tolist()
+        tokens: list[int] = self.texts[-1][:160].tolist()
+        return tokens
 
     def rotation(self, parts: int = 2) -> LatentRotation:
         return calibrate(self.config, self.weights, self.texts[:-1], parts)
@@ -291,9 +294,10 @@ class LatentModel:
             scored: the first row that counts.
             ways: see ``naive_logits``.
         """
-        model = (self.config, self.weights, rotation, self.tested)
-        exact = naive_logits(*model, prompt=len(self.tested))[scored:].double().log_softmax(-1)
-        found = naive_logits(*model, prompt=prompt, **ways)[scored:].double().log_softmax(-1)
+        config, weights, text = self.config, self.weights, self.tested
+        exact = naive_logits(config, weights, rotation, text, len(text))
+        found = naive_logits(config, weights, rotation, text, prompt, **ways)
+        exact, found = (each[scored:].double().log_softmax(-1) for each in (exact, found))
         return float((exact.exp() * (exact - found)).sum(-1).mean())
 
 

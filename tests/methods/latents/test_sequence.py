@@ -7,12 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from naive_latents import CPU, naive_logits
+from naive_latents import CPU, naive_logits, text_batch
 from tiny_checkpoints import write_tiny
 
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
+from midfill.engine.messages import TransferDone
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -48,7 +49,8 @@ def engine_of(loaded: tuple[Engine, LatentPartsRunner], **options: Any) -> Engin
 
 
 def prompt(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(4, 320, length).tolist()
+    tokens: list[int] = np.random.default_rng(length).integers(4, 320, length).tolist()
+    return tokens
 
 
 def ask(engine: Engine, *prompts: Sequence[int], **fields: Any) -> list[Answer]:
@@ -115,6 +117,36 @@ def test_only_prompts_are_cached(loaded: tuple[Engine, LatentPartsRunner]) -> No
     check_same(after, ask(engine_of(loaded), text)[0])
     (again,) = ask(engine, text)
     assert again.cached_tokens == len(text) - 1
+
+
+def test_a_prompts_latents_go_to_another_engine(loaded: tuple[Engine, LatentPartsRunner]) -> None:
+    """As bytes, part by part: what went there isn't computed there."""
+    tokens = prompt(60)
+    source, target = engine_of(loaded), engine_of(loaded)
+    (expected,) = ask(source, tokens)
+    source.kv_traffic.transfers.start_export("out", "", np.array(tokens, np.int32))
+    (exported,) = results(source)
+    loaded[1].forward(text_batch(prompt(510), 0))  # over the slots that it came from
+    ask(target, prompt(17))  # so that it comes to others
+    target.kv_traffic.transfers.start_import("in", "", exported.blob)
+    (imported,) = results(target)
+    assert imported.tokens == len(tokens)
+    (found,) = ask(target, tokens)
+    assert found.cached_tokens == len(tokens) - 1
+    check_same(found, expected)
+
+
+def results(engine: Engine) -> list[TransferDone]:
+    """What became of the engine's transfer, once it has ended."""
+    found: list[TransferDone] = []
+    while not found:
+        engine.step()
+        found += [
+            result
+            for result in engine.kv_traffic.transfers.take_results()
+            if isinstance(result, TransferDone)
+        ]
+    return found
 
 
 def test_requests_may_want_exact_answers(

@@ -4,7 +4,7 @@ import datetime
 import os
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -46,8 +46,9 @@ class ProcessGroup:
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self.sums = self.gathers = 0
-        store = distributed.FileStore(str(folder / "store"), size)
-        self._group: distributed.ProcessGroupGloo | distributed.ProcessGroupNCCL
+        path = str(folder / "store")
+        store = distributed.FileStore(path, size)  # type: ignore[attr-defined]
+        self._group: Any  # torch's types don't know what these classes inherit
         if device.type == "cuda":
             torch.cuda.set_device(device)
             options = distributed.ProcessGroupNCCL.Options()

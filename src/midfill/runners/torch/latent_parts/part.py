@@ -241,10 +241,11 @@ class LatentPart(Decoder):
         """
         latent = self.config.latent
         assert latent is not None
-        kept, shared = _linear(hidden, weights.part_key).split([latent.rank, latent.rotary_dim], -1)
+        compressed = _linear(hidden, weights.part_key)
+        kept, shared = torch.split(compressed, [latent.rank, latent.rotary_dim], dim=-1)
         norm = weights.part_norm
         kept = functional.rms_norm(kept, norm.shape, norm, weights.part_epsilon)
-        plain, turning = queries.split([latent.plain_dim, latent.rotary_dim], dim=-1)
+        plain, turning = torch.split(queries, [latent.plain_dim, latent.rotary_dim], dim=-1)
         absorbed = torch.einsum("rhp,hpc->rhc", plain, weights.part_absorb)
         keys = self.kv_cache.keys[index]
         own = in_key_order(kept[:, None], shared[:, None], turns)
@@ -271,13 +272,13 @@ class LatentPart(Decoder):
         whole, latent = self._whole, self.config.latent
         assert latent is not None
         compressed = _linear(hidden, weights.key)[:, None]
-        kept, shared = compressed.split([whole.rank, whole.rotary_dim], dim=-1)
+        kept, shared = torch.split(compressed, [whole.rank, whole.rotary_dim], dim=-1)
         kept = self._norm(kept, weights.key_norm)
         own = kept[..., self._group.rank * latent.rank :][..., : latent.rank]
         cache = self.kv_cache.keys[index]
         cache[batch.write_slots[batch.exact_rows]] = in_key_order(own, shared, turns)
         keys = self._gather(cache[batch.exact_slots])
-        plain, turning = queries.split([whole.plain_dim, whole.rotary_dim], dim=-1)
+        plain, turning = torch.split(queries, [whole.plain_dim, whole.rotary_dim], dim=-1)
         absorbed = torch.einsum("rhp,hpc->rhc", plain, weights.absorb)
         q = in_key_order(absorbed, turning, turns)
         scale = self.config.score_scale
@@ -289,7 +290,7 @@ class LatentPart(Decoder):
         latent = self.config.latent
         assert latent is not None
         halves = [latent.rank // 2, latent.rotary_dim // 2] * 2
-        _, turned, _, turned_too = keys.split(halves, dim=-1)
+        _, turned, _, turned_too = torch.split(keys, halves, dim=-1)
         latents = torch.cat(self._group.gather(latents_of(keys, latent)), dim=-1)
         first, second = latents.chunk(2, dim=-1)
         return torch.cat((first, turned, second, turned_too), dim=-1)

@@ -71,10 +71,10 @@ def rotate(weights: LatentWeights, axes: torch.Tensor) -> LatentWeights:
     """
     rank, dtype = len(axes), weights.key.weight.dtype
     turn = axes.to(weights.key.weight.device, torch.float32)
-    latent, rotary = weights.key.weight.float().split([rank, len(weights.key.weight) - rank])
+    key = weights.key.weight.float()
     return replace(
         weights,
-        key=Affine(torch.cat((turn.T @ latent, rotary)).to(dtype)),
+        key=Affine(torch.cat((turn.T @ key[:rank], key[rank:])).to(dtype)),
         absorb=(weights.absorb.float() @ turn).to(dtype),
         expand=(weights.expand.float() @ turn).to(dtype),
     )
@@ -92,8 +92,8 @@ def principal_axes(latents: torch.Tensor) -> torch.Tensor:
         [layers, rank, rank] float32; axes are columns.
     """
     rows = latents.double()
-    covariance = rows.transpose(1, 2) @ rows
-    return torch.linalg.eigh(covariance).eigenvectors.flip(-1).float()
+    axes: torch.Tensor = torch.linalg.eigh(rows.transpose(1, 2) @ rows).eigenvectors
+    return axes.flip(-1).float()
 
 
 def energy_shares(latents: torch.Tensor, parts: int) -> torch.Tensor:
@@ -103,8 +103,10 @@ def energy_shares(latents: torch.Tensor, parts: int) -> torch.Tensor:
         latents: [layers, n, rank], turned.
         parts: into how many they are cut.
     """
-    energy = latents.double().square().unflatten(-1, (parts, -1)).sum((1, 3))
-    return (energy / energy.sum(1, keepdim=True)).clamp(min=LEAST_SHARE).float()
+    layers, rows, _ = latents.shape
+    energy = latents.double().square().reshape(layers, rows, parts, -1).sum((1, 3))
+    shares: torch.Tensor = energy / energy.sum(1, keepdim=True)
+    return shares.clamp(min=LEAST_SHARE).float()
 
 
 def fitted_scales(queries: torch.Tensor, latents: torch.Tensor, parts: int) -> torch.Tensor:
@@ -119,9 +121,10 @@ def fitted_scales(queries: torch.Tensor, latents: torch.Tensor, parts: int) -> t
     for own, keys in zip(queries.double(), latents.double(), strict=True):
         seen = torch.ones(len(own), len(keys), dtype=torch.bool, device=keys.device)
         seen = seen.tril(len(keys) - len(own))
-        scores = torch.einsum(
-            "nhsw,msw->snhm", own.unflatten(-1, (parts, -1)), keys.unflatten(-1, (parts, -1))
-        )
+        scores = torch.stack([
+            torch.einsum("nhw,mw->nhm", *both)
+            for both in zip(own.chunk(parts, -1), keys.chunk(parts, -1), strict=True)
+        ])  # fmt: skip
         means = (scores * seen[:, None]).sum(-1, keepdim=True) / seen.sum(1)[:, None, None]
         centred = ((scores - means) * seen[:, None]).flatten(1)
         products, squares = centred @ centred.sum(0), centred.square().sum(1)

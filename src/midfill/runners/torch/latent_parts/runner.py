@@ -86,9 +86,8 @@ class LatentPartsRunner(TorchRunner):
             self.rotation = calibrate(self.config, whole, texts, shape.parts)
             for worker in self._workers:
                 worker.finish_loading(self.rotation)
-            self.decoder, self.group = join_parts(
-                checkpoint, whole, self.rotation, 0, shape, folder
-            )
+            self._part, self.group = join_parts(checkpoint, whole, self.rotation, 0, shape, folder)
+        self.decoder = self._part
 
     def close(self) -> None:
         """End the processes of the other parts."""
@@ -105,7 +104,7 @@ class LatentPartsRunner(TorchRunner):
     @property
     def cells(self) -> "PartCells":  # type: ignore[override]
         """The KV cache, cell by cell."""
-        return PartCells(part_cells(self.decoder), [worker.connection for worker in self._workers])
+        return PartCells(part_cells(self._part), [worker.connection for worker in self._workers])
 
     @property
     def description(self) -> str:
