@@ -33,8 +33,12 @@ from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
 from midfill.methods.method import Method
-from midfill.methods.registry import OFF, methods_of
-from midfill.methods.resolver import AllowedMethods, MethodResolver, infilling_method
+from midfill.methods.resolver import (
+    AllowedMethods,
+    MethodResolver,
+    default_method,
+    infilling_method,
+)
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.models.checkpoints.model_record import reuse_method_of
@@ -86,7 +90,8 @@ def load_engine(
     """
     started = time.perf_counter() if started is None else started
     extra = {} if extra_methods is None else extra_methods
-    options = _with_parted_answers(options)
+    method = default_method(options.method, options.latent_parts)
+    options = msgspec.structs.replace(options, method=method)
     reuse = infilling_method(options.reuse, options.method, reuse_method_of(checkpoint))
     allowed = AllowedMethods(options.allow_methods, options.method, reuse)
     _check_state_options(checkpoint.config, options)
@@ -125,17 +130,6 @@ def load_engine(
     except InvalidRequestError as error:
         raise OptionError(f"--reuse {reuse}: {error}") from None
     return engine, runner, _describe(engine, checkpoint, runner, options, reuse, started)
-
-
-def _with_parted_answers(options: ModelOptions) -> ModelOptions:
-    """Return the options with the method that answers need where latents are kept in parts.
-
-    Without it, each row of an answer would have the latents of all keys gathered.
-    """
-    if options.latent_parts is None or options.method != OFF:
-        return options
-    (method,) = methods_of("latents")
-    return msgspec.structs.replace(options, method=method)
 
 
 def _limited_by_states(options: ModelOptions, runner: Runner) -> ModelOptions:

@@ -1,6 +1,7 @@
 """load_runner: choose the implementation that runs a checkpoint, and its number of KV slots."""
 
 import math
+import os
 from dataclasses import dataclass
 
 from midfill.config import ModelOptions
@@ -353,6 +354,8 @@ def check_latent_parts(config: ModelConfig, options: ModelOptions) -> int:
         )
     if options.backend == "cpu":
         raise OptionError("--latent-parts needs --backend torch")
+    if os.name == "nt":
+        raise OptionError("--latent-parts is not possible on Windows; leave it out")
     if options.expert_memory is not None:
         raise OptionError(
             "--latent-parts and --expert-memory can't stand together; leave one of them out"
