@@ -123,10 +123,11 @@ TESTED_THROUGH = {
         "runners/forward/layer_rows",
         "runners/forward/runner",
     ),
-    "runners/torch/test_runner.py": (
-        "runners/torch/cells",
-        "runners/torch/weights",
+    "runners/torch/latent_parts/test_runner.py": (
+        "runners/torch/latent_parts/group",
+        "runners/torch/latent_parts/worker",
     ),
+    "runners/torch/test_runner.py": ("runners/torch/cells",),
     "serving/cluster/test_command.py": ("serving/cluster/deployment",),
     "serving/cluster/test_remote_engine.py": ("engine/process/aggregate",),
     "serving/cluster/test_replicas.py": (

@@ -179,6 +179,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             memory and the others don't.
         expert_memory: bytes of the torch backend's device for a mixture's experts, of which the
             others stay in the machine's memory; None puts all of them on the device.
+        latent_parts: by how many processes the latents of the torch backend are kept, each a part
+            of every latent; None: by one. Answers are not exact then, see ``methods.latents``.
         threads: CPU threads per step; None takes the cores this process may use.
         context: maximum tokens of a prompt and its answer; None takes the model's own.
         kv_memory: bytes for KV; None sizes it from free memory.
@@ -242,6 +244,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Flag(help="On a GPU, run PyTorch's own operations instead of fused kernels and graphs."),
     ] = False
+    latent_parts: Annotated[
+        int | None,
+        Flag(
+            panel="Advanced",
+            min=2,
+            max=64,
+            metavar="N",
+            help="With --backend torch and latent attention (DeepSeek), processes that keep a part"
+            " of each token's latent, on a GPU each if there are any. Prompts are exact, answers"
+            " are not (TPLA); --kv-memory and --threads are those of each.",
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         Flag(

@@ -58,6 +58,8 @@ class LoadOptions(TypedDict, total=False):
         device: of the torch backend, such as "cuda:1".
         weights: how the CPU kernels store weights: "auto" (as in the file), "f32", or rounded to
             "q4" or "q8" where they have more bits.
+        latent_parts: processes that keep a part of each latent, of models that have latents, in
+            PyTorch; answers are approximate then. None: one keeps all.
         threads: of the CPU; None takes all cores this process may use.
         context: maximum tokens of a prompt and its answer; None takes the model's.
         kv_memory: bytes for KV; None is sized from free memory.
@@ -72,6 +74,7 @@ class LoadOptions(TypedDict, total=False):
     backend: Backend
     device: str | None
     weights: WeightsOption
+    latent_parts: int | None
     threads: int | None
     context: int | None
     kv_memory: int | None

@@ -9,7 +9,12 @@ from midfill.errors import InvalidRequestError, OptionError
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.registry import METHODS, MethodEntry
-from midfill.methods.resolver import AllowedMethods, MethodResolver, infilling_method
+from midfill.methods.resolver import (
+    AllowedMethods,
+    MethodResolver,
+    default_method,
+    infilling_method,
+)
 from midfill.methods.reuse.cacheblend import CacheBlend
 from midfill.methods.served_model import ServedModel
 
@@ -18,6 +23,16 @@ MODEL = ServedModel(config=CONFIG)
 
 def resolver(*names: str, default: str = "none") -> MethodResolver:
     return MethodResolver(lambda: MODEL, AllowedMethods(names, default))
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "chosen"),
+    [("none", 2, "tpla"), ("none", None, "none"), ("snapkv", 2, "snapkv"), ("tpla", 4, "tpla")],
+)
+def test_latents_in_parts_have_a_method_of_their_own(
+    method: str, parts: int | None, chosen: str
+) -> None:
+    assert default_method(method, parts) == chosen
 
 
 def test_requests_may_use_what_is_allowed() -> None:

@@ -33,7 +33,12 @@ from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
 from midfill.methods.method import Method
-from midfill.methods.resolver import AllowedMethods, MethodResolver, infilling_method
+from midfill.methods.resolver import (
+    AllowedMethods,
+    MethodResolver,
+    default_method,
+    infilling_method,
+)
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.models.checkpoints.model_record import reuse_method_of
@@ -85,6 +90,8 @@ def load_engine(
     """
     started = time.perf_counter() if started is None else started
     extra = {} if extra_methods is None else extra_methods
+    method = default_method(options.method, options.latent_parts)
+    options = msgspec.structs.replace(options, method=method)
     reuse = infilling_method(options.reuse, options.method, reuse_method_of(checkpoint))
     allowed = AllowedMethods(options.allow_methods, options.method, reuse)
     _check_state_options(checkpoint.config, options)
@@ -279,4 +286,5 @@ def _served_model(
         token_bytes=checkpoint.tokenizer.token_bytes,
         encode=checkpoint.tokenizer.encode,
         embed=embed,
+        latent_parts=options.latent_parts or 1,
     )

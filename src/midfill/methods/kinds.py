@@ -17,6 +17,8 @@ from midfill.methods.episodes.sequence import EpisodeCounts, EpisodeKind
 from midfill.methods.evict.eviction import Eviction
 from midfill.methods.evict.sequence import EvictionKind
 from midfill.methods.evict.succession import in_succession
+from midfill.methods.latents.method import PartedLatents
+from midfill.methods.latents.sequence import PartedLatentsKind
 from midfill.methods.method import Method, methods_in
 from midfill.methods.reuse.sequence import ReuseKind
 from midfill.methods.rows.sequence import PruningKind
@@ -74,6 +76,7 @@ class MethodKinds:
             EvictionKind(runner, eviction),
             self._sentences,
             self._episodes,
+            PartedLatentsKind(),
             *further,
         )
 
@@ -120,9 +123,11 @@ class MethodKinds:
         """
         if method is None:
             return NO_METHOD
-        if self._shares_values:
+        treat_latents = (isinstance(each, PartedLatents) for _, each in methods_in(method))
+        if self._shares_values and not all(treat_latents):
             raise InvalidRequestError(
-                "methods are not possible with latent attention, whose keys are values, too",
+                "methods are not possible with latent attention, whose keys are values, too, but"
+                " for tpla",
                 param="method",
             )
         if self._has_states:

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 from midfill.methods.contexts.method import ParallelMethod
 from midfill.methods.episodes.method import EpisodicMethod
 from midfill.methods.evict.method import CompressionMethod
+from midfill.methods.latents.method import PartedLatents
 from midfill.methods.reuse.method import ReuseMethod
 from midfill.methods.reuse.sequence import OwnSequences
 from midfill.methods.rows.method import PruningMethod
@@ -58,6 +59,7 @@ Method = (
     | EpisodicMethod
     | OwnSequences
     | ParallelMethod
+    | PartedLatents
     | PrefillMethod
     | PruningMethod
     | ReuseMethod

@@ -23,6 +23,7 @@ KINDS = {
     "decode": "reads a part of the KV for each token of an answer",
     "episodes": "keeps a part of a conversation's KV for each of its topics",
     "rows": "drops tokens of a prompt between two layers",
+    "latents": "has each worker read its part of the latents of DeepSeek models",
 }
 """What methods do, by kind."""
 
@@ -130,6 +131,8 @@ METHODS = {
             "Fu et al., 2024, arXiv 2407.14057", ".rows.lazyllm", "LazyLLM"),
         MethodEntry("uncomp-stage", "rows", "UNComp's stages",
             "Xiong et al., 2024, arXiv 2410.03090", ".rows.uncomp_stage", "UNCompStage"),
+        MethodEntry("tpla", "latents", "TPLA",
+            "Tang et al., 2025, arXiv 2508.15881", ".latents.tpla", "Tpla"),
     )
 }  # fmt: skip
 

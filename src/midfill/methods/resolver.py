@@ -39,6 +39,22 @@ def check_reuse(specification: str) -> None:
         )
 
 
+def default_method(method: str, latent_parts: int | None) -> str:
+    """Return the specification for requests that name no method.
+
+    Where latents are kept in parts, it is the method whose answers attend to them part by part:
+    without it, each row of an answer would have the latents of all keys gathered.
+
+    Args:
+        method: the option.
+        latent_parts: in how many parts latents are kept; None if they are whole.
+    """
+    if latent_parts is None or method != OFF:
+        return method
+    (found,) = methods_of("latents")
+    return found
+
+
 def infilling_method(reuse: str, method: str, stated: str) -> str:
     """Return the specification for infilling requests that name no method; ``OFF`` if none.
 

@@ -22,6 +22,7 @@ class ServedModel:
         token_bytes: returns what a token stands for, b"" if that is no text; None if nobody knows.
         encode: returns a text's tokens; None if nobody knows.
         embed: returns a text's vector, of length 1, by a sentence encoder; None if there is none.
+        latent_parts: by how many processes its latents are kept, each a part.
     """
 
     config: ModelConfig
@@ -32,6 +33,7 @@ class ServedModel:
     token_bytes: Callable[[int], bytes] | None = None
     encode: Callable[[str], Sequence[int]] | None = None
     embed: Callable[[str], Float32Array] | None = None
+    latent_parts: int = 1
 
 
 def refuse_quantized_cache(name: str, model: ServedModel) -> None:

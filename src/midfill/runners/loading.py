@@ -1,6 +1,7 @@
 """load_runner: choose the implementation that runs a checkpoint, and its number of KV slots."""
 
 import math
+import os
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +24,7 @@ from midfill.runners.forward.runner import Runner
 from midfill.system.extras import require
 from midfill.system.machine import (
     available_memory,
+    available_threads,
     format_size,
     has_gpu_driver,
     reported_memory,
@@ -75,6 +77,8 @@ def load_runner(
         raise OptionError(f"--device {options.device} needs --backend torch")
     device = _device(options)
     reason = unsupported_reason(config)
+    if options.latent_parts is not None:
+        return _load_latent_parts(checkpoint, options, device)
     if options.backend == "torch" or (options.backend == "auto" and (device != "cpu" or reason)):
         what = f"--device {device}" if reason is None else f"this model ({reason})"
         what = "--backend torch" if options.backend == "torch" else what
@@ -168,6 +172,8 @@ def prepare_runner(options: ModelOptions, progress: Progress | None = None) -> N
         progress: called with (stage, done, total).
     """
     if options.backend == "torch" or options.device not in (None, "cpu") or _finds_gpu(options):
+        return
+    if options.latent_parts is not None:
         return
     exact = options.weights == "f32" and options.kv_cache_dtype == "auto"
     kv_cache_dtype = KVCacheDtype.F32 if exact else usual_kv_cache_dtype(options.kv_cache_dtype)
@@ -317,6 +323,75 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
         expert_slots=None if experts is None else experts.slots,
         captured_rows=() if options.enforce_eager else CAPTURED_ROWS,
     )  # fmt: skip
+
+
+def _load_latent_parts(checkpoint: Checkpoint, options: ModelOptions, device: str) -> Runner:
+    """Load a model whose latents are kept in parts; ``--kv-memory`` is that of each part."""
+    parts = check_latent_parts(checkpoint.config, options)
+    require("--latent-parts", ["torch"], extra="torch")
+    import torch
+
+    from midfill.runners.torch.latent_parts.messages import PartShape
+    from midfill.runners.torch.latent_parts.part import part_config
+    from midfill.runners.torch.latent_parts.runner import LatentPartsRunner
+
+    device, gpus = device.partition(":")[0], torch.cuda.device_count()
+    if device not in ("cpu", "cuda"):
+        raise OptionError(f"--latent-parts needs --device cpu or cuda, not {device}")
+    if device == "cuda" and gpus < parts:
+        raise OptionError(
+            f"--latent-parts {parts}: each part takes a GPU, and {gpus} are there; give fewer, or"
+            " --device cpu"
+        )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cuda":
+        free = min(_free_on_gpu(f"cuda:{part}") for part in range(parts))
+        weights = sum(math.prod(checkpoint.tensor(name).shape) for name in checkpoint.names())
+        budget = (free - weights * dtype.itemsize) * _GPU_SHARE
+    else:
+        free = available_memory() // parts
+        budget = free * _CPU_SHARE
+    check_kv_memory(options.kv_memory, free)
+    config = part_config(checkpoint.config, parts)
+    slots = choose_slots(config, options, budget, config.layers * config.head_dim * dtype.itemsize)
+    threads = options.threads or max(1, available_threads() // parts)
+    shape = PartShape(parts, slots, device, dtype, threads)
+    return LatentPartsRunner(checkpoint, shape, options.adapter_path, options.weights)
+
+
+def check_latent_parts(config: ModelConfig, options: ModelOptions) -> int:
+    """Return into how many parts a model's latents are cut.
+
+    Raises:
+        OptionError: they can't be, or not beside another option.
+    """
+    parts, latent = options.latent_parts, config.latent
+    assert parts is not None
+    if latent is None:
+        raise OptionError(
+            "--latent-parts: this model has no latent attention, as DeepSeek-V2 and V3 have;"
+            " leave it out"
+        )
+    if options.backend == "cpu":
+        raise OptionError("--latent-parts needs --backend torch")
+    if os.name == "nt":
+        raise OptionError("--latent-parts is not possible on Windows; leave it out")
+    if options.expert_memory is not None:
+        raise OptionError(
+            "--latent-parts and --expert-memory can't stand together; leave one of them out"
+        )
+    if latent.rank % (2 * parts):
+        possible = [str(n) for n in range(2, latent.rank // 2 + 1) if latent.rank % (2 * n) == 0]
+        raise OptionError(
+            f"--latent-parts {parts}: this model's latents have {latent.rank} numbers, which so"
+            f" many parts can't share evenly, in pairs; give {_any_of(possible[:4])}"
+        )
+    return parts
+
+
+def _any_of(values: list[str]) -> str:
+    *others, last = values
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclass(frozen=True)

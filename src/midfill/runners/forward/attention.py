@@ -231,12 +231,15 @@ class AttentionPlan:
         lister: chooses which of the cells and slots are read; None reads all.
         parts: parts before the one that the cells and slots are.
         selection: pages of the cells and slots that rows choose by their queries; None reads all.
+        by_parts: whether rows attend to each part of the latents by itself, where a runner has
+            these in parts (``runners.torch.latent_parts``). Elsewhere it says nothing.
     """
 
     cells: RaggedIndex | None = None
     lister: KeyLister | None = None
     parts: tuple[KeyPart, ...] = ()
     selection: PageSelection | None = None
+    by_parts: bool = False
 
     @property
     def is_dense(self) -> bool:

@@ -14,7 +14,13 @@ import torch
 from torch.nn import functional
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.models.config import Activation, DeltaRule, ModelConfig, StateSpace
+from midfill.models.config import (
+    Activation,
+    DeltaRule,
+    LatentAttention,
+    ModelConfig,
+    StateSpace,
+)
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import model_tables
 from midfill.runners.torch.delta_rule import apply_delta_rule
@@ -264,23 +270,27 @@ class Decoder:
         """Compute attention in its absorbed form; see ``models.config.LatentAttention``."""
         latent = self.config.latent
         assert latent is not None
-        source = hidden
-        if weights.query_a is not None and weights.query_norm is not None:
-            source = self._norm(_linear(hidden, weights.query_a), weights.query_norm)
-        q = _linear(source, weights.query).view(len(hidden), -1, latent.query_dim)
+        q = self._latent_queries(weights, hidden)
         plain, turning = torch.split(q, [latent.plain_dim, latent.rotary_dim], dim=-1)
         absorbed = torch.einsum("rhp,hpc->rhc", plain, weights.absorb)
         compressed = _linear(hidden, weights.key)[:, None]
         kept, shared = torch.split(compressed, [latent.rank, latent.rotary_dim], dim=-1)
         kept = self._norm(kept, weights.key_norm)
         turns = batch.turns[self.config.is_local(index)]
-        q, k = _in_key_order(absorbed, turning, turns), _in_key_order(kept, shared, turns)
+        q, k = in_key_order(absorbed, turning, turns), in_key_order(kept, shared, turns)
         self.observed[index] = q[batch.observed_rows]
-        attended = self.attend(index, q, k, k, batch)
-        halves = [latent.rank // 2, latent.rotary_dim // 2] * 2
-        first, _, second, _ = torch.split(attended, halves, dim=-1)
-        values = torch.einsum("rhc,hvc->rhv", torch.cat((first, second), dim=-1), weights.expand)
+        attended = latents_of(self.attend(index, q, k, k, batch), latent)
+        values = torch.einsum("rhc,hvc->rhv", attended, weights.expand)
         return _linear(values.flatten(1), output)
+
+    def _latent_queries(self, weights: LatentWeights, hidden: torch.Tensor) -> torch.Tensor:
+        """Return queries before they are absorbed: [rows, query_heads, plain_dim + rotary_dim]."""
+        latent = self.config.latent
+        assert latent is not None
+        source = hidden
+        if weights.query_a is not None and weights.query_norm is not None:
+            source = self._norm(_linear(hidden, weights.query_a), weights.query_norm)
+        return _linear(source, weights.query).view(len(hidden), -1, latent.query_dim)
 
     def _mix_states(
         self,
@@ -488,9 +498,16 @@ def _rotated(
     return first * cos - second * sin, second * cos + first * sin
 
 
-def _in_key_order(latent: torch.Tensor, turning: torch.Tensor, turns: Turns) -> torch.Tensor:
+def in_key_order(latent: torch.Tensor, turning: torch.Tensor, turns: Turns) -> torch.Tensor:
     """Return latents [rows, heads, rank] and pairs of neighbours that turn as queries or keys."""
     pairs = turning.float()
     turned = _rotated(pairs[..., 0::2], pairs[..., 1::2], turns)
     halves = zip(latent.chunk(2, dim=-1), turned, strict=True)
     return torch.cat([part.to(latent.dtype) for half in halves for part in half], dim=-1)
+
+
+def latents_of(keys: torch.Tensor, latent: LatentAttention) -> torch.Tensor:
+    """Return the latents in keys [..., rank + rotary_dim], or in what is a sum of keys."""
+    halves = [latent.rank // 2, latent.rotary_dim // 2] * 2
+    first, _, second, _ = torch.split(keys, halves, dim=-1)
+    return torch.cat((first, second), dim=-1)

@@ -1,0 +1,1 @@
+"""Methods for models with latent attention whose latents are kept in parts."""
