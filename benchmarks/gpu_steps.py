@@ -7,7 +7,7 @@ step as the engine sees it: inputs copied to the GPU, all layers, the largest lo
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, cast
 
 import numpy as np
@@ -121,12 +121,15 @@ def measured_peaks() -> tuple[float, float]:
     return 2 * _COPIED / copying, 2 * _WIDTH**3 / multiplying
 
 
-def _device_seconds(call: object) -> float:
-    times = []
+def _device_seconds(call: Callable[[], object]) -> float:
+    times: list[float] = []
     for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         start.record()
-        call()  # type: ignore[operator]
+        call()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1000)
@@ -148,7 +151,7 @@ def bound_of(
     read = dense + head + experts * (1 - (1 - chosen / experts) ** tokens if experts else 0)
     read += requests * (context + rows) * 4 * config.layers * config.kv_heads * config.head_dim
     pairs = tokens * (context + (rows + 1) / 2)
-    operations = tokens * (dense + chosen) + requests * head
+    operations: float = tokens * (dense + chosen) + requests * head
     operations += 4 * pairs * config.layers * config.query_heads * config.head_dim
     return max(read / bandwidth, operations / rate)
 

@@ -147,6 +147,10 @@ TESTED_THROUGH = {
         "serving/gateway/upstream_calls",
         "serving/gateway/upstream_http",
     ),
+    "runners/torch/test_fused_layers.py": (
+        "runners/torch/kernels/hidden_rows",
+        "runners/torch/kernels/rotary",
+    ),
     "serving/server/batch/test_routes.py": (
         "serving/server/batch/opening",
         "serving/server/batch/upload",

@@ -411,7 +411,7 @@ class Decoder:
         """Yield what each expert makes of its rows, all on the device."""
         flat = routing.chosen.flatten()
         counts = torch.bincount(flat, minlength=len(layer.experts)).tolist()
-        pairs = flat.argsort(stable=True).split(counts)
+        pairs = torch.split(flat.argsort(stable=True), counts)
         for expert, own in zip(layer.experts, pairs, strict=True):
             if len(own):
                 rows, ranks = own // routing.chosen.shape[1], own % routing.chosen.shape[1]

@@ -56,8 +56,7 @@ class StepGraphs:
         self._layers = {
             (count, tile): self._captured(self._run_layers, count, tile)
             for count in reversed(self._rows)  # the largest first: the others fit its memory
-            for tile in {1, self._tile}
-            if (count <= _MOST_DECODES if tile == 1 else count > 1)
+            for tile in self._tiles(count)
         }
         self._heads = {
             count: self._captured(self._run_head, count) for count in reversed(self._outputs)
@@ -74,6 +73,12 @@ class StepGraphs:
             and all(plan is None for plan in batch.attention)
             and bool(named.min() >= 0 and named.max() < slots)
         )
+
+    def _tiles(self, rows: int) -> set[int]:
+        """Return the sizes of tiles for which so many rows are captured."""
+        if rows == 1:
+            return {1}
+        return {1, self._tile} if rows <= _MOST_DECODES else {self._tile}
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -121,7 +126,7 @@ class StepGraphs:
 
     def _captured(self, run: Callable[..., None], *sizes: int) -> torch.cuda.CUDAGraph:
         """Capture what a call launches, after it has run once: kernels are compiled then."""
-        stream = torch.cuda.Stream(self._decoder.device)
+        stream = torch.cuda.Stream(self._decoder.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
         with torch.cuda.stream(stream):
             run(*sizes)

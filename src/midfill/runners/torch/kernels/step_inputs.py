@@ -61,12 +61,18 @@ class InputBuffers:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array: Int32Array = self._host.numpy()
+        # Until a batch comes, all rows are padding.
+        self._device[_WRITE_SLOTS * rows : (_WRITE_SLOTS + 1) * rows] = -1
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def inputs(self, rows: int, tile: int) -> StepInputs:
         """Return the memory of so many rows."""
         columns = self._device[: _COLUMNS * self.rows].view(_COLUMNS, self.rows)[:, :rows]
-        return StepInputs(tile, *columns, kv_slots=self._device[_COLUMNS * self.rows :])
+        return StepInputs(
+            tile=tile, token_ids=columns[0], positions=columns[1], write_slots=columns[2],
+            seen=columns[3], tile_rows=columns[4], tile_sizes=columns[5], tile_slots=columns[6],
+            logit_rows=columns[7], kv_slots=self._device[_COLUMNS * self.rows :],
+        )  # fmt: skip
 
     def load(self, batch: ForwardBatch, rows: int, tile: int) -> None:
         """Copy a batch to the device, padded.
