@@ -3,6 +3,7 @@
 # make test-slow  the tests that compile kernels anew, install packages or run long
 # make test-quality  what methods do to the default model's answers, beside their nulls
 # make test-python PYTHON=python3.13   the tests that need no torch, on another Python
+# make triton-test  the kernels for GPUs, interpreted on the CPU
 # make gateway-test   build midfill-gateway and test it in an environment of its own
 # make lint       ruff, mypy, the direction of imports; with Node.js, the built pages, too
 # make web        build the browser pages anew from web/; needs Node.js
@@ -25,7 +26,7 @@ KERNEL_LIBRARIES = $(foreach name,numba numpy msgspec filelock platformdirs, \
 	$(shell sed -n "s/^ *\"\($(name)[>=].*\)\",.*/'\1'/p" pyproject.toml))
 ANSWERS ?= 2000
 
-.PHONY: serve test test-slow test-quality test-python gateway-test lint web web-check docs bench fuzz \
+.PHONY: serve test test-slow test-quality test-python triton-test gateway-test lint web web-check docs bench fuzz \
 	fuzz-api format clean
 .DEFAULT_GOAL := serve
 
@@ -46,6 +47,9 @@ test-slow: $(VENV)/.installed-dev
 test-quality: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m quality $(ARGS)
+
+triton-test: $(VENV)/.installed-dev
+	WORKERS=$(WORKERS) .ci/triton-test $(ARGS)
 
 gateway-test:
 	PYTHON=$(PYTHON) .ci/gateway-test $(ARGS)

@@ -28,6 +28,7 @@ from midfill.runners.loading import (
     load_runner,
     max_running,
     offloads_experts,
+    options_for_device,
 )
 from midfill.system.machine import available_memory
 
@@ -288,3 +289,17 @@ class TestExpertsBeyondTheDevice:
         monkeypatch.setattr("midfill.runners.loading.available_memory", lambda: 1000)
         with pytest.raises(MidfillError, match=r"its experts take .* and 0\.977 KB are free"):
             choose_expert_slots(open_checkpoint(mixture), 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        (ModelOptions(device="cuda:1"), (2048, 512)),
+        (ModelOptions(device="cuda:1", token_budget=64), (64, 16)),
+        (ModelOptions(device="cuda:1", offline_token_budget=7), (2048, 7)),
+        (ModelOptions(device="cpu"), (128, 16)),
+    ],
+)
+def test_steps_have_more_tokens_on_a_gpu(options: ModelOptions, tokens: tuple[int, int]) -> None:
+    chosen = options_for_device(options)
+    assert (chosen.step_tokens, chosen.offline_step_tokens) == tokens

@@ -64,10 +64,12 @@ def _rotate(
     first = tl.load(at + number, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF + number, mask=inside, other=0.0).to(tl.float32)
     slot = tl.load(write_slots + row).to(tl.int64)
+    if (head >= QUERY_HEADS) & (slot < 0):
+        return
     if head >= QUERY_HEADS + KV_HEADS:
         target = values + (slot * KV_HEADS + head - QUERY_HEADS - KV_HEADS) * (2 * HALF)
-        tl.store(target + number, first.to(dtype), mask=inside & (slot >= 0))
-        tl.store(target + HALF + number, second.to(dtype), mask=inside & (slot >= 0))
+        tl.store(target + number, first.to(dtype), mask=inside)
+        tl.store(target + HALF + number, second.to(dtype), mask=inside)
         return
     if NORM:
         weight = q_norm
@@ -91,5 +93,5 @@ def _rotate(
         tl.store(target + HALF + number, turned_second, mask=inside)
     else:
         target = keys + (slot * KV_HEADS + head - QUERY_HEADS) * (2 * HALF)
-        tl.store(target + number, turned, mask=inside & (slot >= 0))
-        tl.store(target + HALF + number, turned_second, mask=inside & (slot >= 0))
+        tl.store(target + number, turned, mask=inside)
+        tl.store(target + HALF + number, turned_second, mask=inside)
