@@ -14,6 +14,7 @@ from tiny_checkpoints import STATELESS, VOCAB, reference_model, write_tiny, writ
 
 from midfill.config import KVCacheDtypeName
 from midfill.errors import CheckpointError
+from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kernels.cpu.kv_cache import KVCacheDtype
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -143,6 +144,16 @@ def test_the_same_bits_layer_by_layer(runner: CpuRunner) -> None:
     for layer in range(runner.config.layers):
         hidden = runner.run_layers(step, hidden, layer, layer + 1)
     np.testing.assert_array_equal(runner.compute_logits(step, hidden), whole)
+
+
+def test_its_build_covers_all_kernels_that_it_needs(runner: CpuRunner) -> None:
+    usual = compiled_folder().name
+    config = runner.config
+    special = config.latent is not None or config.sinks or config.joint_qk_norm
+    assert runner.build.startswith("cpu ")
+    digests = runner.build.split()[1:]
+    assert (usual in digests) == (not special)
+    assert len(digests) == 1 + (config.experts is not None)
 
 
 def test_embeddings_touch_no_slots(runner: CpuRunner) -> None:

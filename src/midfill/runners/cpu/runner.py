@@ -1,9 +1,11 @@
 """CpuRunner: the model on the CPU, through the compiled kernels."""
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba.core.registry import cpu_target
@@ -251,7 +253,9 @@ class CpuRunner:
 
     @property
     def build(self) -> str:
-        return f"cpu {compiled_folder().name}"
+        used: list[Any] = [self._pass(), *(function for function, _ in self._mixtures())]
+        packages = [Path(inspect.getfile(function.py_func)).parent for function in used]
+        return " ".join(["cpu", *sorted({compiled_folder(package).name for package in packages})])
 
     @property
     def threads(self) -> int:
@@ -469,23 +473,7 @@ class CpuRunner:
         arguments = self._arguments(
             self._memory.hidden, nothing, self._prepare(batch), Stages(True, 0, 0, True)
         )
-        function: Callable[..., None] = forward
-        if self.model.latent is not None:
-            from midfill.kernels.cpu.latent.decoder import forward_latent
-
-            function = forward_latent
-        elif self.config.joint_qk_norm:
-            from midfill.kernels.cpu.joint_norms.decoder import forward_with_joint_norms
-
-            function = forward_with_joint_norms
-        elif self.model.sinks is not None:
-            from midfill.kernels.cpu.sink_attention.decoder import forward_with_sinks
-
-            function = forward_with_sinks
-        elif self.model.states is not None:
-            from midfill.kernels.cpu.state_space.decoder import forward_states
-
-            function = forward_states
+        function = self._pass()
         products = [*self._products(), *self._mixtures()]
         whole = (0, 1, self._pool.sync, self._config, *arguments)
         compile_side_by_side([*products, *further], [(function, whole)])
@@ -500,6 +488,29 @@ class CpuRunner:
         compiled(0, 1, self._pool.sync, self._config, *arguments)
         self._pool.run_on_standby(compiled, self._config, *arguments)
         return compiled
+
+    def _pass(self) -> Callable[..., None]:
+        """Return the forward pass that the model needs, of which few users need any but the first.
+
+        Each of the others is in a package of its own, so that it is compiled where it is needed.
+        """
+        if self.model.latent is not None:
+            from midfill.kernels.cpu.latent.decoder import forward_latent
+
+            return forward_latent
+        if self.config.joint_qk_norm:
+            from midfill.kernels.cpu.joint_norms.decoder import forward_with_joint_norms
+
+            return forward_with_joint_norms
+        if self.model.sinks is not None:
+            from midfill.kernels.cpu.sink_attention.decoder import forward_with_sinks
+
+            return forward_with_sinks
+        if self.model.states is not None:
+            from midfill.kernels.cpu.state_space.decoder import forward_states
+
+            return forward_states
+        return forward
 
     def _products(self) -> list[EntryCall]:
         """Return the kernels that multiply by weights, ``linear`` first, with their arguments."""
