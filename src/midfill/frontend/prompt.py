@@ -24,6 +24,7 @@ from midfill.engine.request import (
     TokenSpans,
 )
 from midfill.errors import InvalidRequestError
+from midfill.frontend.channels import AnswerChannels
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.confidence import START_TOKENS, ConfidenceRule
 from midfill.infill.layout import LayoutName, PromptLayout, Role, TextSegment
@@ -126,6 +127,7 @@ class Prompt:
         method: compresses its KV, see ``EngineRequest``.
         contexts: where the files that it shows begin and end, see ``EngineRequest``.
         confidence_rule: how sure the model's answers to infilling requests are; None if unknown.
+        channels: tells the text of an answer from what stands beside it; None if all is text.
     """
 
     token_ids: list[int]
@@ -144,6 +146,7 @@ class Prompt:
     method: str | None = None
     contexts: tuple[int, ...] = ()
     confidence_rule: ConfidenceRule | None = None
+    channels: AnswerChannels | None = None
 
     @property
     def is_verbatim(self) -> bool:

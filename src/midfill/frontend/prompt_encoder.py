@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
+from midfill.frontend.channels import AnswerChannels
 from midfill.frontend.chat import chat_template_of
 from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
@@ -419,7 +420,7 @@ class PromptEncoder:
         check(sum(len(text) for message in messages for text in message.values()))
         ids = self._chat.encode(messages, tenant, check)
         self._limit.check_tokens(len(ids), "messages")
-        return Prompt(ids, "")
+        return Prompt(ids, "", channels=AnswerChannels.of_prompt(ids, self._tokenizer))
 
 
 def fim_format(

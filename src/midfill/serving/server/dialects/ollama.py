@@ -127,9 +127,9 @@ class GenerateBody(OllamaFields, kw_only=True):
         """Whether there is nothing to answer: the request is to load the model."""
         return not (self.prompt or self.suffix)
 
-    def text(self, text: str) -> dict[str, object]:
-        """Return the field that holds an answer's text."""
-        return {"response": text}
+    def text(self, text: str, thinking: str = "") -> dict[str, object]:
+        """Return the fields that hold an answer's text, and its reasoning if there is any."""
+        return {"response": text} | ({"thinking": thinking} if thinking else {})
 
     def source(self, tenant: str) -> PromptSource:
         """Return what the prompt is made of."""
@@ -166,9 +166,10 @@ class ChatBody(OllamaFields, kw_only=True):
         """Whether there is nothing to answer: the request is to load the model."""
         return not self.messages
 
-    def text(self, text: str) -> dict[str, object]:
-        """Return the field that holds an answer's text."""
-        return {"message": {"role": "assistant", "content": text}}
+    def text(self, text: str, thinking: str = "") -> dict[str, object]:
+        """Return the fields that hold an answer's text, and its reasoning if there is any."""
+        reasoning = {"thinking": thinking} if thinking else {}
+        return {"message": {"role": "assistant", "content": text, **reasoning}}
 
     def source(self, tenant: str) -> PromptSource:
         """Return what the prompt is made of."""
@@ -227,8 +228,8 @@ async def _lines(
 ) -> AsyncGenerator[object, None]:
     """Yield the answer in pieces; the last one has no text."""
     async for _, delta in generation.deltas():
-        if delta.text or delta.logprobs:
-            piece = _message(body, delta.text) | {"done": False}
+        if delta.text or delta.reasoning or delta.logprobs:
+            piece = _message(body, delta.text, delta.reasoning) | {"done": False}
             yield piece | _logprobs(delta)
         if delta.finish_reason is not None:
             yield _message(body, "") | _end(delta.finish_reason, generation)
@@ -238,11 +239,12 @@ async def _whole(body: GenerateBody | ChatBody, generation: Generation) -> dict[
     """Return the whole answer."""
     (result,) = await generation.whole()
     (answer,) = result.answers
-    return _message(body, answer.text) | _end(answer.finish_reason, generation) | _logprobs(answer)
+    message = _message(body, answer.text, answer.reasoning)
+    return message | _end(answer.finish_reason, generation) | _logprobs(answer)
 
 
-def _message(body: GenerateBody | ChatBody, text: str) -> dict[str, object]:
-    return {"model": body.model, "created_at": timestamp(), **body.text(text)}
+def _message(body: GenerateBody | ChatBody, text: str, thinking: str = "") -> dict[str, object]:
+    return {"model": body.model, "created_at": timestamp(), **body.text(text, thinking)}
 
 
 def _end(finish_reason: str, generation: Generation) -> dict[str, object]:

@@ -16,7 +16,8 @@ from fastapi.responses import Response
 from midfill.engine.request import RequestHints
 from midfill.engine.validation import check_hints
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import Candidate, TokenLogprob
+from midfill.frontend.answer import Answer, AnswerDelta, Candidate, TokenLogprob
+from midfill.frontend.channels import Call, CallPiece
 from midfill.frontend.generation import Usage
 from midfill.frontend.prompt import Prompt, PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
@@ -315,6 +316,7 @@ class _ChatResponse:
         self._logprobs = bool(body.logprobs)
         self._usage = body.wants_usage()
         self._generation = generation
+        self._call_ids: dict[int, str] = {}  # of each answer: its calls' ids begin with it
         self._head: dict[str, object] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -328,9 +330,9 @@ class _ChatResponse:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": self._message(index, answer),
                 "logprobs": self._logprobs_object(answer.logprobs),
-                "finish_reason": answer.finish_reason,
+                "finish_reason": _finish_reason(answer.finish_reason, calls=bool(answer.calls)),
             }
             for index, answer in enumerate(result.answers)
         ]
@@ -343,16 +345,51 @@ class _ChatResponse:
             if delta.index not in started:
                 started.add(delta.index)
                 yield self._chunk(delta.index, {"role": "assistant", "content": ""})
-            content = {"content": delta.text} if delta.text else {}
+            fields = self._delta(delta)
+            calls = delta.index in self._call_ids
+            finish_reason = _finish_reason(delta.finish_reason, calls=calls)
             logprobs = self._logprobs_object(delta.logprobs)
-            yield self._chunk(delta.index, content, logprobs, delta.finish_reason)
+            yield self._chunk(delta.index, fields, logprobs, finish_reason)
         if self._usage:
             yield {**self._head, "choices": [], "usage": usage_object(self._generation.usage)}
+
+    def _message(self, index: int, answer: Answer) -> dict[str, object]:
+        """Return a whole message."""
+        content = answer.text or (None if answer.calls else "")
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoning(answer.reasoning)
+        if answer.calls:
+            message["tool_calls"] = [
+                self._call(index, number, call) for number, call in enumerate(answer.calls)
+            ]
+        return message
+
+    def _delta(self, delta: AnswerDelta) -> dict[str, object]:
+        """Return what is new in a message."""
+        fields: dict[str, object] = {"content": delta.text} if delta.text else {}
+        fields |= _reasoning(delta.reasoning)
+        if delta.calls:
+            fields["tool_calls"] = [
+                {"index": piece.index}
+                | (
+                    self._call(delta.index, piece.index, piece)
+                    if piece.name
+                    else {"function": {"arguments": piece.arguments}}
+                )
+                for piece in delta.calls
+            ]
+        return fields
+
+    def _call(self, index: int, number: int, call: Call | CallPiece) -> dict[str, object]:
+        """Return a call, or its first piece."""
+        call_id = self._call_ids.setdefault(index, f"call_{uuid.uuid4().hex[:24]}")
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"{call_id}-{number}", "type": "function", "function": function}
 
     def _chunk(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, object],
         logprobs: dict[str, object] | None = None,
         finish_reason: str | None = None,
     ) -> dict[str, object]:
@@ -371,6 +408,16 @@ class _ChatResponse:
         if not self._logprobs:
             return None
         return {"content": [logprob_object(report) for report in reports], "refusal": None}
+
+
+def _reasoning(text: str) -> dict[str, object]:
+    """Return the fields of reasoning: DeepSeek's, which llama.cpp has, and vLLM's later one."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _finish_reason(reason: str | None, *, calls: bool) -> str | None:
+    """Return why an answer ended, as chats have it: one that calls functions waits for them."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
