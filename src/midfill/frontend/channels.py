@@ -305,6 +305,14 @@ class AnswerChannels:
         return ChannelReader(self.markers, self.opening)
 
 
+def uses_channels(tokenizer: Tokenizer) -> bool:
+    """Return whether a model's chat template asks for answers in a format with channels."""
+    template = tokenizer.chat_template or ""
+    markers = channel_markers(tokenizer).items()
+    starts = (token_id for token_id, marker in markers if marker is Marker.START)
+    return any(tokenizer.token_text(token_id) in template for token_id in starts)
+
+
 def channel_markers(tokenizer: Tokenizer) -> Mapping[int, Marker]:
     """Return the markers of a model's format by token id; nothing if it has none."""
     known = tokenizer.special_tokens
