@@ -154,8 +154,11 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("midfill.layout", {"midfill": {"layout": "psm"}}),
     ("midfill.method", {"midfill": {"method": "cake"}}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    ("tools[0]", {"tools": [{"type": "function"}]}),
-    ("messages[0].tool_calls[0]", {"messages": [{"role": "a", "tool_calls": [{"id": "1"}]}]}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
+    (
+        "messages[0].tool_calls[0].function",
+        {"messages": [{"role": "a", "tool_calls": [{"id": "1"}]}]},
+    ),
     ("functions", {"functions": [{"name": "f"}]}),
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("max_completion_tokens", {"max_completion_tokens": 0}),
