@@ -285,6 +285,8 @@ class AnswerChannels:
         None if the model has no such format, or its chat template doesn't use it.
         """
         markers = channel_markers(tokenizer)
+        if not markers:
+            return None
         starts = [token_id for token_id, marker in markers.items() if marker is Marker.START]
         after = range(len(token_ids) - 1, -1, -1)
         last = next((place for place in after if token_ids[place] in starts), None)

@@ -79,7 +79,7 @@ def write_model(folder: Path) -> Path:
     ones = np.ones(HIDDEN, np.float32)
     parts = [f"self_attn.{name}_proj" for name in "qkvo"]
     parts += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    layer = dict.fromkeys(parts, square)
+    layer: dict[str, np.ndarray] = dict.fromkeys(parts, square)
     layer |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), ones)
     weights = {f"model.layers.0.{name}.weight": weight.copy() for name, weight in layer.items()}
     outside = {"model.embed_tokens": embed, "model.norm": ones, "lm_head": head}
@@ -115,7 +115,8 @@ def test_a_message_to_a_function_is_a_tool_call(server: RunningServer) -> None:
     (choice,) = server.openai().chat.completions.create(**chat("call", tools=[TOOL])).choices
     assert choice.message.content is None
     assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls or ()
+    (call,) = choice.message.tool_calls or [None]
+    assert call is not None
     assert call.type == "function"
     assert (call.function.name, call.function.arguments) == ("now", ARGUMENTS)
     assert call.id
@@ -205,7 +206,8 @@ def test_ollamas_answers_have_thinking_and_calls(server: RunningServer, stream: 
     def said(content: str, **fields: Any) -> tuple[str, str, list[Any], str | None]:
         messages = [{"role": "user", "content": content}]
         options = {"temperature": 0}
-        answer = client.chat("harmony", messages, stream=stream, options=options, **fields)
+        ask: Any = client.chat
+        answer = ask("harmony", messages, stream=stream, options=options, **fields)
         parts = list(answer) if stream else [answer]
         return (
             "".join(part.message.content or "" for part in parts),

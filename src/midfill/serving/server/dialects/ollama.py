@@ -144,7 +144,7 @@ class GenerateBody(OllamaFields, kw_only=True):
         self, text: str, thinking: str, calls: Sequence[dict[str, object]]
     ) -> dict[str, object]:
         """Return the fields that hold an answer: text, and reasoning if there is any."""
-        return {"response": text} | ({"thinking": thinking} if thinking else {})
+        return {"response": text, **({"thinking": thinking} if thinking else {})}
 
     def source(self, tenant: str) -> PromptSource:
         """Return what the prompt is made of."""
