@@ -1,5 +1,6 @@
 """ChatTemplate: rendered in a sandbox; user text never becomes a special token."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,27 @@ def test_special_tokens_in_a_message_stay_text(tokenizer: Tokenizer) -> None:
 def test_special_tokens_in_a_role_stay_text(tokenizer: Tokenizer) -> None:
     ids = template(tokenizer).encode([{"role": "<|endoftext|>", "content": "x"}])
     assert ids.count(tokenizer.special_tokens["<|endoftext|>"]) == 2
+
+
+TOOLS = [{"type": "function", "function": {"name": "now<|endoftext|>", "description": ""}}]
+WITH_TOOLS = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+
+
+def test_special_tokens_in_tools_and_calls_stay_text(tokenizer: Tokenizer) -> None:
+    call = {"name": "now", "arguments": {"<|endoftext|>": ["<fim_prefix>", 1, None]}}
+    message = {"role": "assistant", "tool_calls": [{"function": call}]}
+    ids = template(tokenizer, WITH_TOOLS).encode([message], fields={"tools": TOOLS})
+    assert not set(tokenizer.special_tokens.values()) & set(ids)
+    text = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert text == json.dumps(TOOLS) + json.dumps(message)
+
+
+def test_what_is_nested_too_deeply_is_refused(tokenizer: Tokenizer) -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        template(tokenizer).encode([{"role": "a", "content": "b", "tool_calls": deep}])
 
 
 def test_a_template_may_refuse_messages(tokenizer: Tokenizer) -> None:

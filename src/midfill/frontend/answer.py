@@ -19,6 +19,7 @@ from math import inf
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
 from midfill.errors import DeadlineError, GenerationError
+from midfill.frontend.channels import Call, CallPiece, ChannelReader
 from midfill.frontend.confidence import Confidence, ConfidenceCheck
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.trim import Trimmer
@@ -73,6 +74,8 @@ class AnswerDelta:
         stop_reason: the stop string or token id that ended the answer; None for the model's own
             end token.
         confidence: how sure the answer is, in the last delta; None before, and if not asked for.
+        reasoning: new text of the model's reasoning, where the model keeps it apart.
+        calls: what is new in calls of functions; likewise.
     """
 
     index: int
@@ -82,6 +85,8 @@ class AnswerDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     confidence: Confidence | None = None
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
 
     def after(self, earlier: "AnswerDelta") -> "AnswerDelta":
         """Return this delta with what is new in one that was held back."""
@@ -90,6 +95,8 @@ class AnswerDelta:
             text=earlier.text + self.text,
             token_ids=earlier.token_ids + self.token_ids,
             logprobs=earlier.logprobs + self.logprobs,
+            reasoning=earlier.reasoning + self.reasoning,
+            calls=earlier.calls + self.calls,
         )
 
 
@@ -104,6 +111,8 @@ class Answer:
         stop_reason: the stop string or stop token id that ended it, if one did.
         logprobs: one entry per token of the text; empty if not asked for.
         confidence: how sure it is; None if not asked for, or not known.
+        reasoning: the model's reasoning, where the model keeps it apart.
+        calls: calls of functions; likewise.
     """
 
     text: str
@@ -112,6 +121,8 @@ class Answer:
     stop_reason: str | int | None
     logprobs: tuple[TokenLogprob, ...]
     confidence: Confidence | None = None
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
 
     @classmethod
     def join(cls, deltas: Sequence[AnswerDelta]) -> "Answer":
@@ -124,6 +135,8 @@ class Answer:
             stop_reason=last.stop_reason,
             logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
             confidence=last.confidence,
+            reasoning="".join(delta.reasoning for delta in deltas),
+            calls=Call.join(piece for delta in deltas for piece in delta.calls),
         )
 
 
@@ -238,6 +251,8 @@ class AnswerBuilder:
         healed: number of bytes at its start that the text before the caret ended with.
         trimmer: decides where the text ends before the model ends it; None shows all of it.
         line_break: ends the answer if it isn't blank and doesn't end with a line break itself.
+        channels: tells the answer's text from what stands beside it; None: all of it is text. Stop
+            strings end the text only, and only its tokens have log probabilities.
         check: withholds the answer if it isn't sure enough; None shows it in any case.
         shorten: called with the whole answer and whether it is incomplete; returns the part to
             show. None shows all of it, as it arrives.
@@ -259,6 +274,7 @@ class AnswerBuilder:
         healed: int = 0,
         trimmer: Trimmer | None = None,
         line_break: str = "",
+        channels: ChannelReader | None = None,
         check: ConfidenceCheck | None = None,
         shorten: Callable[[str, bool], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -273,6 +289,7 @@ class AnswerBuilder:
         self._scanner = StopScanner(stops, include_stop=sampling.include_stop_str_in_output)
         self._trimmer = trimmer
         self._line_break = line_break
+        self._channels = channels
         self._blank = True  # whether all text returned so far is
         self._last = ""  # character of it
         self._check = check
@@ -326,9 +343,10 @@ class AnswerBuilder:
             if is_end and not self._sampling.include_stop_str_in_output:
                 self._observe(token_id, output, position, "")
                 break
-            if shown and logprobs is not None and self._sampling.logprobs is not None:
+            decoded = self._decode(token_id, written)
+            reported = shown and (self._channels is None or self._channels.in_content)
+            if reported and logprobs is not None and self._sampling.logprobs is not None:
                 self._pending.append(self._report(token_id, logprobs[position], healed))
-            decoded = self._detokenizer.push_bytes(written)
             self._observe(token_id, output, position, decoded)
             self._decoded += len(decoded)
             text += scanner.push(decoded)
@@ -391,6 +409,23 @@ class AnswerBuilder:
             written = map(self._tokenizer.token_bytes, output.token_ids)
         return zip(output.token_ids, written, strict=True)
 
+    def _decode(self, token_id: int, written: bytes) -> str:
+        """Return what a token adds to the answer's text."""
+        channels = self._channels
+        if channels is None:
+            return self._detokenizer.push_bytes(written)
+        marker = channels.markers.get(token_id)
+        if marker is None:
+            return channels.read(self._detokenizer.push_bytes(written))
+        return channels.read(self._detokenizer.flush()) + channels.read(marker)
+
+    def _decode_rest(self) -> str:
+        """Return the end of the answer's text, once there are no more tokens."""
+        rest = self._detokenizer.flush()
+        return (
+            rest if self._channels is None else self._channels.read(rest) + self._channels.finish()
+        )
+
     def _watch_time(self) -> None:
         """Let the answer end with its line once its time is over."""
         if self._trimmer is None or self._sampling.post_processing.max_seconds == inf:
@@ -405,7 +440,7 @@ class AnswerBuilder:
         """Return what is new: ``trimmed`` text, and ``text`` that is not trimmed yet."""
         stop_reason: str | int | None = self._scanner.stopped
         if stop_reason is None and finish_reason is not None:
-            text += self._scanner.push(self._detokenizer.flush())
+            text += self._scanner.push(self._decode_rest())
             stop_reason = self._scanner.stopped
         if stop_reason is not None:
             finish_reason = "stop"
@@ -428,10 +463,14 @@ class AnswerBuilder:
         self.finished = finish_reason is not None
         text += self._closing(text)
         logprobs = self._release(complete)
-        if not (text or logprobs or self.finished):
+        reasoning, calls = ("", ()) if self._channels is None else self._channels.take()
+        if not (text or reasoning or calls or logprobs or self.finished):
             return None
         token_ids, self._unreported = tuple(self._unreported), []
-        return AnswerDelta(self.index, text, token_ids, logprobs, finish_reason, stop_reason)
+        return AnswerDelta(
+            self.index, text, token_ids, logprobs, finish_reason, stop_reason,
+            reasoning=reasoning, calls=calls,
+        )  # fmt: skip
 
     def _closing(self, text: str) -> str:
         """Take note of text that is returned; return what has to end the answer after it."""

@@ -17,6 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from midfill.errors import InvalidRequestError, RateLimitError
 from midfill.frontend.prompt import Message
@@ -67,8 +69,18 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._special = _any_of(tokenizer.special_tokens)
 
-    def render(self, messages: Sequence[Message], tenant: str = "") -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tenant: str = "",
+        fields: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt of a tenant as text, up to where the assistant's turn begins.
+
+        Args:
+            messages: the conversation.
+            tenant: whose it is.
+            fields: what the template may read beside it: JSON, such as ``tools``.
 
         Raises:
             InvalidRequestError: the template is broken, raises for these messages, or takes too
@@ -77,7 +89,10 @@ class ChatTemplate:
         """
         if self._fault:
             raise refused("is broken", self._fault)
-        rendered = self._template.render([dict(message) for message in messages], tenant)
+        try:
+            rendered = self._template.render(list(map(dict, messages)), tenant, fields)
+        except RecursionError:
+            raise refused("refuses these messages", "they are nested too deeply") from None
         try:
             rendered.encode()  # half a surrogate pair can't be tokenised
         except UnicodeEncodeError as error:
@@ -89,6 +104,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tenant: str = "",
         check_characters: Callable[[int], None] = lambda _: None,
+        fields: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of the rendered conversation.
 
@@ -96,6 +112,7 @@ class ChatTemplate:
             messages: the conversation.
             tenant: whose it is.
             check_characters: refuses a rendered text that is too long to be tokenised.
+            fields: see ``render``.
 
         Raises:
             InvalidRequestError, RateLimitError: see ``render``; what ``check_characters`` raises.
@@ -109,12 +126,13 @@ class ChatTemplate:
             return placeholder
 
         if self._special is not None:
-            special = self._special
-            messages = [
-                {name: _replaced(special, hide, value) for name, value in message.items()}
-                for message in messages
-            ]
-        rendered = self.render(messages, tenant)
+            replace = partial(_replaced, self._special, hide)
+            try:
+                messages = [_with_texts(message, replace) for message in messages]
+                fields = _with_texts(fields or {}, replace)
+            except RecursionError:
+                raise refused("refuses these messages", "they are nested too deeply") from None
+        rendered = self.render(messages, tenant, fields)
         check_characters(len(rendered))
         encode = self._tokenizer.encode
         if not hidden:
@@ -126,6 +144,19 @@ class ChatTemplate:
             elif piece:
                 ids += encode(piece, parse_special=True)
         return ids
+
+
+def _with_texts(fields: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
+    """Return fields with all texts of their values replaced, the names in these among them."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, str):
+            return replace(value)
+        if isinstance(value, dict):
+            return {replace(name): replaced(inner) for name, inner in value.items()}
+        return list(map(replaced, value)) if isinstance(value, list) else value
+
+    return {name: replaced(value) for name, value in fields.items()}
 
 
 def _replaced(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
@@ -176,7 +207,7 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(
-        self, source: str, variables: Mapping[str, str], messages: Sequence[Mapping[str, str]]
+        self, source: str, variables: Mapping[str, Any], messages: Sequence[Message]
     ) -> Mapping[str, str] | None:
         """Return the ``text``, or why it was ``refused`` or the template is ``broken``.
 
@@ -255,8 +286,13 @@ class ProcessTemplate:
         self._clock = clock
         self._failures: dict[str, deque[float]] = {}  # when, the last ones of each tenant
 
-    def render(self, messages: Sequence[Mapping[str, str]], tenant: str = "") -> str:
-        """Return the prompt as text.
+    def render(
+        self,
+        messages: Sequence[Message],
+        tenant: str = "",
+        fields: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt as text; see ``ChatTemplate.render``.
 
         Raises:
             InvalidRequestError: the template is broken, refuses these messages, or takes too long
@@ -271,7 +307,7 @@ class ProcessTemplate:
                 f" times; try again in {math.ceil(left)} s, or use /v1/completions",
                 retry_after=math.ceil(left),
             )
-        answer = _process.render(self._source, self._variables, messages)
+        answer = _process.render(self._source, {**self._variables, **(fields or {})}, messages)
         if answer is None:
             failures.append(self._clock())
             self._failures[tenant] = failures

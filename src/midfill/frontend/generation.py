@@ -220,6 +220,7 @@ def _answer_factory(
             stops,
             healed=len(prompt.begins_with),
             line_break="" if unwanted else prompt.line_break,
+            channels=None if prompt.channels is None else prompt.channels.reader(),
             trimmer=trims.trimmer(prompt.prefix, prompt.suffix, infilling=prompt.infilling),
             check=check,
             shorten=_suggestion_of(prompt, trims, streamed),

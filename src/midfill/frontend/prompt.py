@@ -13,6 +13,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,7 @@ from midfill.engine.request import (
     TokenSpans,
 )
 from midfill.errors import InvalidRequestError
+from midfill.frontend.channels import AnswerChannels
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.confidence import START_TOKENS, ConfidenceRule
 from midfill.infill.layout import LayoutName, PromptLayout, Role, TextSegment
@@ -31,8 +33,8 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.template import sentinel_texts
 from midfill.models.tokens.tokenizer import Tokenizer
 
-Message = Mapping[str, str]
-"""A turn of a chat: its role, and its content."""
+Message = Mapping[str, Any]
+"""A turn of a chat: its role, its content, and further JSON that a chat template may read."""
 
 
 MAX_MESSAGES = 1 << 14
@@ -60,6 +62,7 @@ class PromptSource:
         token_ids: token ids instead.
         messages: a conversation instead. Beside ``text``: its place is taken where ``text`` is a
             raw one that no FIM template was filled in for, if the model has a chat template.
+        template_fields: what the chat template may read beside them: JSON, such as ``tools``.
         tenant: who sends ``messages``.
         healing, stop_token_ids: see ``PromptEncoder.infill``.
         empty_threshold: see ``Prompt.with_empty_threshold``.
@@ -70,6 +73,7 @@ class PromptSource:
     text: InfillRequest | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Message] | None = None
+    template_fields: Mapping[str, Any] = field(default_factory=dict)
     tenant: str = ""
     healing: bool = True
     stop_token_ids: Sequence[int] = ()
@@ -126,6 +130,7 @@ class Prompt:
         method: compresses its KV, see ``EngineRequest``.
         contexts: where the files that it shows begin and end, see ``EngineRequest``.
         confidence_rule: how sure the model's answers to infilling requests are; None if unknown.
+        channels: tells the text of an answer from what stands beside it; None if all is text.
     """
 
     token_ids: list[int]
@@ -144,6 +149,7 @@ class Prompt:
     method: str | None = None
     contexts: tuple[int, ...] = ()
     confidence_rule: ConfidenceRule | None = None
+    channels: AnswerChannels | None = None
 
     @property
     def is_verbatim(self) -> bool:

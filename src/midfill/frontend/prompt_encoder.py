@@ -6,13 +6,15 @@
 import bisect
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
+from midfill.frontend.channels import AnswerChannels, uses_channels
 from midfill.frontend.chat import chat_template_of
 from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
@@ -141,6 +143,11 @@ class PromptEncoder:
         """Whether the model has a chat template."""
         return self._chat is not None
 
+    @property
+    def has_channels(self) -> bool:
+        """Whether chats have answers in which reasoning and calls are told from the text."""
+        return uses_channels(self._tokenizer)
+
     def memory(self) -> dict[str, Memory]:
         """Return what is remembered, by kind. May be called on any thread."""
         tokens = Memory(self._layouts.held_bytes, self._layouts.max_bytes)
@@ -173,11 +180,12 @@ class PromptEncoder:
                     admit=admit,
                 )
                 if source.messages is not None and prompt.is_verbatim and self.has_chat_template:
-                    prompt = self.chat(source.messages, source.tenant)
+                    prompt = self.chat(source.messages, source.tenant, source.template_fields)
             elif source.token_ids is not None:
                 prompt = self.tokens(source.token_ids)
             else:
-                prompt = self.chat(source.messages or (), source.tenant)
+                messages = source.messages or ()
+                prompt = self.chat(messages, source.tenant, source.template_fields)
             return prompt.with_empty_threshold(source.empty_threshold).with_method(source.method)
         except InvalidRequestError as error:
             raise error.renamed(source.field_names) from None
@@ -401,8 +409,13 @@ class PromptEncoder:
         text = self._tokenizer.decode(token_ids)
         return Prompt(list(token_ids), text, prefix=text)
 
-    def chat(self, messages: Sequence[Message], tenant: str = "") -> Prompt:
-        """Return the prompt for a tenant's conversation.
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tenant: str = "",
+        fields: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Return the prompt for a tenant's conversation; see ``ChatTemplate.render``.
 
         Raises:
             InvalidRequestError: the model has no chat template, the template is broken or refuses
@@ -416,10 +429,24 @@ class PromptEncoder:
         def check(characters: int) -> None:
             self._limit.check_characters(characters, "messages")
 
-        check(sum(len(text) for message in messages for text in message.values()))
-        ids = self._chat.encode(messages, tenant, check)
+        check(_count_characters([*messages, fields]))
+        ids = self._chat.encode(messages, tenant, check, fields)
         self._limit.check_tokens(len(ids), "messages")
-        return Prompt(ids, "")
+        return Prompt(ids, "", channels=AnswerChannels.of_prompt(ids, self._tokenizer))
+
+
+def _count_characters(values: Sequence[object]) -> int:
+    """Return the length of all texts in some JSON values, but for the names of fields."""
+    count, left = 0, list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return count
 
 
 def fim_format(

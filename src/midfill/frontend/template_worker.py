@@ -81,7 +81,7 @@ def check_syntax(source: str) -> None:
     _environment().parse(source)
 
 
-def render(source: str, variables: Mapping[str, str], messages: Sequence[Mapping[str, str]]) -> str:
+def render(source: str, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the prompt as text, up to where the assistant's turn begins.
 
     Raises:

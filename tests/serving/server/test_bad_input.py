@@ -153,7 +153,12 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("suffix", {"suffix": "b"}),
     ("midfill.layout", {"midfill": {"layout": "psm"}}),
     ("midfill.method", {"midfill": {"method": "cake"}}),
-    ("tools", {"tools": [{"type": "function"}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
+    (
+        "messages[0].tool_calls[0].function",
+        {"messages": [{"role": "a", "tool_calls": [{"id": "1"}]}]},
+    ),
     ("functions", {"functions": [{"name": "f"}]}),
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("max_completion_tokens", {"max_completion_tokens": 0}),

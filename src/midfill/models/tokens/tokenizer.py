@@ -35,6 +35,8 @@ END_TOKENS = (
     "<EOT>",
     "▁<EOT>",
     "<|EOT|>",
+    "<|return|>",
+    "<|call|>",
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 (DeepSeek's own spelling)
 )
 """Tokens that end a text or a turn in every model that has them. Checkpoints often name only one of

@@ -368,6 +368,11 @@ class ModelService:
         return self._prompts.has_chat_template
 
     @property
+    def has_channels(self) -> bool:
+        """Whether reasoning and calls are told from the text of chats' answers."""
+        return self._prompts.has_channels
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All names of the model, its own first."""
         return (self.name, *self.aliases)

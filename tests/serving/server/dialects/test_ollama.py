@@ -187,7 +187,10 @@ def test_the_client_reports_errors(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="there is no model 'llama3'") as raised:
         client.generate("llama3", "a")
     assert raised.value.status_code == 404
+    tool = {"type": "function", "function": {"name": "f"}}
     with pytest.raises(ollama.ResponseError, match="tools are not supported"):
-        client.chat(NAME, [{"role": "user", "content": "a"}], tools=[{"type": "function"}])
+        client.chat(NAME, [{"role": "user", "content": "a"}], tools=[tool])
+    with pytest.raises(ollama.ResponseError, match="think is not supported"):
+        client.chat(NAME, [{"role": "user", "content": "a"}], think=True)
     with pytest.raises(ollama.ResponseError, match="prompt has"):
         list(client.generate(NAME, "x" * 3_000_000, raw=True, stream=True))

@@ -10,15 +10,16 @@ Clients decide by POST /api/show whether to send a ``suffix``: Continue if ``tem
 
 import datetime
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from midfill.errors import InvalidRequestError
+from midfill.errors import GenerationError, InvalidRequestError
 from midfill.frontend.answer import Answer, AnswerDelta
+from midfill.frontend.channels import Call, CallPiece
 from midfill.frontend.generation import Usage
 from midfill.frontend.prompt import PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
@@ -26,7 +27,12 @@ from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai import logprob_object
+from midfill.serving.server.dialects.openai import (
+    Tool,
+    check_tools,
+    logprob_object,
+    reasoning_fields,
+)
 from midfill.serving.server.request import (
     Generation,
     GenerationRequest,
@@ -73,14 +79,17 @@ class OllamaFields(msgspec.Struct, kw_only=True):
     keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # Refused rather than ignored, if they ask for something.
-    format: Any = None
     think: bool | str | None = None
+    format: Any = None  # refused rather than ignored, if it asks for something
 
     @property
     def unloads(self) -> bool:
         """Whether a request without a prompt asks to unload the model, which stays loaded here."""
         return self.keep_alive in (0, "0", "0s", "0m")
+
+    def template_fields(self) -> dict[str, Any]:
+        """Return what the chat template may read beside the messages."""
+        return {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
 
     def sampling(self, service: ModelService) -> SamplingParams:
         """Return the sampling parameters, checked.
@@ -88,9 +97,13 @@ class OllamaFields(msgspec.Struct, kw_only=True):
         Raises:
             InvalidRequestError: an option is out of range, or what is asked for is not supported.
         """
-        for name in ("format", "think"):
-            if getattr(self, name):
-                raise InvalidRequestError(f"{name} is not supported", param=name)
+        if self.format:
+            raise InvalidRequestError("format is not supported", param="format")
+        if self.think and not service.has_channels:
+            raise InvalidRequestError(
+                "think is not supported for this model: it doesn't keep reasoning apart",
+                param="think",
+            )
         given = self.options or Options()
         limit = given.num_predict or 0
         asked: dict[str, Any] = {
@@ -127,9 +140,11 @@ class GenerateBody(OllamaFields, kw_only=True):
         """Whether there is nothing to answer: the request is to load the model."""
         return not (self.prompt or self.suffix)
 
-    def text(self, text: str) -> dict[str, object]:
-        """Return the field that holds an answer's text."""
-        return {"response": text}
+    def message(
+        self, text: str, thinking: str, calls: Sequence[dict[str, object]]
+    ) -> dict[str, object]:
+        """Return the fields that hold an answer: text, and reasoning if there is any."""
+        return {"response": text, **({"thinking": thinking} if thinking else {})}
 
     def source(self, tenant: str) -> PromptSource:
         """Return what the prompt is made of."""
@@ -145,7 +160,21 @@ class GenerateBody(OllamaFields, kw_only=True):
             return PromptSource(text=text)
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": text.prefix}]
-        return PromptSource(text=text, messages=messages, tenant=tenant)
+        fields = self.template_fields()
+        return PromptSource(text=text, messages=messages, template_fields=fields, tenant=tenant)
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """What a message called."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in a message."""
+
+    function: CalledFunction
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
@@ -153,35 +182,63 @@ class ChatTurn(msgspec.Struct, kw_only=True):
 
     role: str
     content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the template sees, in the spelling of OpenAI's messages."""
+        content = self.content or ""
+        fields: dict[str, Any] = {"role": self.role.lower(), "content": content}
+        if self.tool_name is not None:
+            fields["name"] = self.tool_name
+        if self.tool_calls:
+            fields["tool_calls"] = [
+                {"type": "function", "function": msgspec.to_builtins(call.function)}
+                for call in self.tool_calls
+            ]
+        return fields | reasoning_fields(self.thinking, content)
 
 
 class ChatBody(OllamaFields, kw_only=True):
     """The body of POST /api/chat."""
 
     messages: list[ChatTurn] | None = None
-    tools: list[Any] | None = None  # refused
+    tools: list[Tool] | None = None
 
     @property
     def only_loads(self) -> bool:
         """Whether there is nothing to answer: the request is to load the model."""
         return not self.messages
 
-    def text(self, text: str) -> dict[str, object]:
-        """Return the field that holds an answer's text."""
-        return {"message": {"role": "assistant", "content": text}}
+    def message(
+        self, text: str, thinking: str, calls: Sequence[dict[str, object]]
+    ) -> dict[str, object]:
+        """Return the field that holds an answer: text, reasoning, and calls if there are any."""
+        beside = {"thinking": thinking, "tool_calls": calls}
+        filled = {name: value for name, value in beside.items() if value}
+        return {"message": {"role": "assistant", "content": text, **filled}}
 
     def source(self, tenant: str) -> PromptSource:
         """Return what the prompt is made of."""
-        if self.tools:
-            raise InvalidRequestError("tools are not supported", param="tools")
-        check_message_count(len(self.messages or ()))
+        messages = self.messages or ()
+        check_message_count(len(messages))
         return PromptSource(
-            messages=[
-                {"role": turn.role.lower(), "content": turn.content or ""}
-                for turn in self.messages or ()
-            ],
+            messages=[turn.fields() for turn in messages],
+            template_fields=self.template_fields(),
             tenant=tenant,
         )
+
+    def template_fields(self) -> dict[str, Any]:
+        """Return what the chat template may read beside the messages."""
+        tools = {"tools": [tool.fields() for tool in self.tools]} if self.tools else {}
+        return super().template_fields() | tools
+
+    def sampling(self, service: ModelService) -> SamplingParams:
+        """Return the sampling parameters, checked; tools are, too."""
+        if self.tools:
+            check_tools(service)
+        return super().sampling(service)
 
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
@@ -226,11 +283,15 @@ async def _lines(
     body: GenerateBody | ChatBody, generation: Generation
 ) -> AsyncGenerator[object, None]:
     """Yield the answer in pieces; the last one has no text."""
+    calls: list[CallPiece] = []
     async for _, delta in generation.deltas():
-        if delta.text or delta.logprobs:
-            piece = _message(body, delta.text) | {"done": False}
+        calls += delta.calls
+        if delta.text or delta.reasoning or delta.logprobs:
+            piece = _message(body, delta.text, delta.reasoning) | {"done": False}
             yield piece | _logprobs(delta)
         if delta.finish_reason is not None:
+            if called := _calls(Call.join(calls), delta.finish_reason):
+                yield _message(body, "", calls=called) | {"done": False}
             yield _message(body, "") | _end(delta.finish_reason, generation)
 
 
@@ -238,11 +299,39 @@ async def _whole(body: GenerateBody | ChatBody, generation: Generation) -> dict[
     """Return the whole answer."""
     (result,) = await generation.whole()
     (answer,) = result.answers
-    return _message(body, answer.text) | _end(answer.finish_reason, generation) | _logprobs(answer)
+    called = _calls(answer.calls, answer.finish_reason)
+    message = _message(body, answer.text, answer.reasoning, called)
+    return message | _end(answer.finish_reason, generation) | _logprobs(answer)
 
 
-def _message(body: GenerateBody | ChatBody, text: str) -> dict[str, object]:
-    return {"model": body.model, "created_at": timestamp(), **body.text(text)}
+def _message(
+    body: GenerateBody | ChatBody,
+    text: str,
+    thinking: str = "",
+    calls: Sequence[dict[str, object]] = (),
+) -> dict[str, object]:
+    head = {"model": body.model, "created_at": timestamp()}
+    return {**head, **body.message(text, thinking, calls)}
+
+
+def _calls(calls: Iterable[Call], finish_reason: str) -> list[dict[str, object]]:
+    """Return an answer's calls; their arguments are values here, and not text.
+
+    Raises:
+        GenerationError: the model has written others, unless the answer was cut off.
+    """
+    objects: list[dict[str, object]] = []
+    for call in calls:
+        try:
+            arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError):
+            if finish_reason == "length":
+                break
+            raise GenerationError(
+                f"the model calls {call.name} with arguments that are no JSON object"
+            ) from None
+        objects.append({"function": {"name": call.name, "arguments": arguments}})
+    return objects
 
 
 def _end(finish_reason: str, generation: Generation) -> dict[str, object]:

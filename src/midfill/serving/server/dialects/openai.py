@@ -4,6 +4,7 @@ Unknown fields are ignored, as by OpenAI and vLLM. Known fields that are not sup
 rather than silently ignored. Conversations are rendered with the model's own chat template.
 """
 
+import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -16,7 +17,8 @@ from fastapi.responses import Response
 from midfill.engine.request import RequestHints
 from midfill.engine.validation import check_hints
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import Candidate, TokenLogprob
+from midfill.frontend.answer import Answer, AnswerDelta, Candidate, TokenLogprob
+from midfill.frontend.channels import Call, CallPiece
 from midfill.frontend.generation import Usage
 from midfill.frontend.prompt import Prompt, PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
@@ -189,20 +191,82 @@ class TextPart(msgspec.Struct, kw_only=True):
     text: str
 
 
+class Function(msgspec.Struct, kw_only=True):
+    """A function that the model may call; ``parameters`` is its JSON Schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """An entry of ``tools``."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the template sees; some expect a description."""
+        function: dict[str, Any] = {"name": self.function.name}
+        function["description"] = self.function.description or ""
+        if self.function.parameters is not None:
+            function["parameters"] = self.function.parameters
+        return {"type": self.type, "function": function}
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """What an earlier message called; ``arguments`` is JSON, as the model wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in an earlier message."""
+
+    function: CalledFunction
+    id: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the template sees: the arguments' values, where they are JSON."""
+        arguments: Any = self.function.arguments
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            arguments = msgspec.json.decode(self.function.arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id or "", "type": "function", "function": function}
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One turn."""
+    """One turn; of reasoning, templates render what they want to be rendered again."""
 
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
-    def fields(self) -> dict[str, str]:
+    def fields(self) -> dict[str, Any]:
         """Return what the template sees."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+        fields: dict[str, Any] = {"role": self.role, "content": content}
+        for name in ("name", "tool_call_id"):
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
+        if self.tool_calls:
+            fields["tool_calls"] = [call.fields() for call in self.tool_calls]
+        return fields | reasoning_fields(self.reasoning_content or self.reasoning, content)
+
+
+def reasoning_fields(reasoning: str | None, content: str) -> dict[str, str]:
+    """Return the fields in which templates expect an earlier message's reasoning."""
+    if not reasoning:
+        return {}
+    # Templates that read "thinking" want it or content beside a call, not both.
+    return {"reasoning_content": reasoning} | ({} if content else {"thinking": reasoning})
 
 
 class ChatFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -223,9 +287,11 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     midfill: ChatFields | None = None
+    reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, msgspec.Raw] | None = None
     # Declared so that they are refused rather than ignored.
     suffix: msgspec.Raw | None = None
-    tools: list[msgspec.Raw] | None = None
     functions: list[msgspec.Raw] | None = None
     response_format: dict[str, msgspec.Raw] | None = None
 
@@ -252,7 +318,10 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         messages = [message.fields() for message in body.messages]
         method = None if body.midfill is None else body.midfill.method
         check_method(method, service)
-        source = PromptSource(messages=messages, tenant=tenant, method=method)
+        fields = _template_fields(body, service)
+        source = PromptSource(
+            messages=messages, template_fields=fields, tenant=tenant, method=method
+        )
         prompts = await service.encode([source])
         generation = service.generate(
             GenerationRequest(prompts, sampling, tenant, bool(body.stream), hints=hints)
@@ -283,14 +352,37 @@ def _refuse_unsupported(body: ChatRequest) -> None:
         raise InvalidRequestError(
             "suffix is not for chats; use /v1/completions to fill in", param="suffix"
         )
-    for name in ("tools", "functions"):
-        if getattr(body, name):
-            raise InvalidRequestError(f"{name} are not supported", param=name)
+    if body.functions:
+        raise InvalidRequestError("functions are not supported; use tools", param="functions")
     kind = (body.response_format or {}).get("type")
     if kind is not None and bytes(kind) != b'"text"':
         raise InvalidRequestError(
             "response_format is not supported, other than type text", param="response_format"
         )
+
+
+def check_tools(service: ModelService) -> None:
+    """Refuse tools where a model's calls can't be told from the text of its answers."""
+    if not service.has_channels:
+        raise InvalidRequestError(
+            "tools are not supported for this model: its calls can't be told from its text",
+            param="tools",
+        )
+
+
+def _template_fields(body: ChatRequest, service: ModelService) -> dict[str, Any]:
+    """Return what the chat template may read beside the messages."""
+    fields: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        fields["reasoning_effort"] = body.reasoning_effort
+    if body.tools and body.tool_choice != "none":
+        check_tools(service)
+        if body.tool_choice not in (None, "auto"):
+            raise InvalidRequestError(
+                "tool_choice must be auto or none; a call can't be enforced", param="tool_choice"
+            )
+        fields["tools"] = [tool.fields() for tool in body.tools]
+    return fields
 
 
 def _sampling(body: ChatRequest, service: ModelService) -> SamplingParams:
@@ -315,6 +407,7 @@ class _ChatResponse:
         self._logprobs = bool(body.logprobs)
         self._usage = body.wants_usage()
         self._generation = generation
+        self._call_ids: dict[int, str] = {}  # of each answer: its calls' ids begin with it
         self._head: dict[str, object] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -328,9 +421,9 @@ class _ChatResponse:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": self._message(index, answer),
                 "logprobs": self._logprobs_object(answer.logprobs),
-                "finish_reason": answer.finish_reason,
+                "finish_reason": _finish_reason(answer.finish_reason, calls=bool(answer.calls)),
             }
             for index, answer in enumerate(result.answers)
         ]
@@ -343,16 +436,51 @@ class _ChatResponse:
             if delta.index not in started:
                 started.add(delta.index)
                 yield self._chunk(delta.index, {"role": "assistant", "content": ""})
-            content = {"content": delta.text} if delta.text else {}
+            fields = self._delta(delta)
+            calls = delta.index in self._call_ids
+            finish_reason = _finish_reason(delta.finish_reason, calls=calls)
             logprobs = self._logprobs_object(delta.logprobs)
-            yield self._chunk(delta.index, content, logprobs, delta.finish_reason)
+            yield self._chunk(delta.index, fields, logprobs, finish_reason)
         if self._usage:
             yield {**self._head, "choices": [], "usage": usage_object(self._generation.usage)}
+
+    def _message(self, index: int, answer: Answer) -> dict[str, object]:
+        """Return a whole message."""
+        content = answer.text or (None if answer.calls else "")
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoning(answer.reasoning)
+        if answer.calls:
+            message["tool_calls"] = [
+                self._call(index, number, call) for number, call in enumerate(answer.calls)
+            ]
+        return message
+
+    def _delta(self, delta: AnswerDelta) -> dict[str, object]:
+        """Return what is new in a message."""
+        fields: dict[str, object] = {"content": delta.text} if delta.text else {}
+        fields |= _reasoning(delta.reasoning)
+        if delta.calls:
+            fields["tool_calls"] = [
+                {"index": piece.index}
+                | (
+                    self._call(delta.index, piece.index, piece)
+                    if piece.name
+                    else {"function": {"arguments": piece.arguments}}
+                )
+                for piece in delta.calls
+            ]
+        return fields
+
+    def _call(self, index: int, number: int, call: Call | CallPiece) -> dict[str, object]:
+        """Return a call, or its first piece."""
+        call_id = self._call_ids.setdefault(index, f"call_{uuid.uuid4().hex[:24]}")
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"{call_id}-{number}", "type": "function", "function": function}
 
     def _chunk(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, object],
         logprobs: dict[str, object] | None = None,
         finish_reason: str | None = None,
     ) -> dict[str, object]:
@@ -371,6 +499,16 @@ class _ChatResponse:
         if not self._logprobs:
             return None
         return {"content": [logprob_object(report) for report in reports], "refusal": None}
+
+
+def _reasoning(text: str) -> dict[str, object]:
+    """Return the fields of reasoning: DeepSeek's, which llama.cpp has, and vLLM's later one."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _finish_reason(reason: str | None, *, calls: bool) -> str | None:
+    """Return why an answer ended, as chats have it: one that calls functions waits for them."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
