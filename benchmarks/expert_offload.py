@@ -125,12 +125,13 @@ class Eviction(ExpertScores):
         """Take note of what a step has chosen."""
         self._steps += 1
         if self._rule == "lru":
-            self._scores[list(experts)] = self._steps
+            self.assign(experts, self._steps)
 
     def update(self, shares: Float32Array) -> None:
         """Forget what the router thinks."""
         if self._rule == "random":
-            self._scores[:] = self._rng.random(len(shares))
+            drawn = self._rng.random(len(shares)).astype(np.float32)
+            self.assign(range(len(shares)), drawn)
 
 
 @dataclass(frozen=True)

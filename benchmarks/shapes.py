@@ -3,15 +3,15 @@
 A model's speed on a CPU depends on its shape and on how its weights are stored, not on their
 values. So a comparison of servers on a larger model needs no download: its weights are drawn from
 a seed and written as a GGUF file: layers as Q4_0 and the embedding as Q8_0, or Q4_K and Q6_K
-matrix by matrix as llama.cpp's Q4_K_M has them. The tokenizer is the
-default model's, filled up with unused tokens to the shape's vocabulary. Their embeddings and those
-of special tokens are zero: with an embedding that is the output head as well, greedy decoding
-never takes them.
+matrix by matrix as llama.cpp's Q4_K_M has them; gpt-oss's experts as MXFP4 and all else as Q8_0.
+The tokenizer is the default model's, filled up with unused tokens to the shape's vocabulary. Their
+embeddings and those of special tokens are zero: with an embedding that is the output head as well,
+greedy decoding never takes them.
 """
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,16 +22,16 @@ import numpy.typing as npt
 import typer
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from benchmarks.random_weights import draw
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError, OptionError
 from midfill.models.checkpoints.gguf_file import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
-from midfill.models.config import Experts, LatentAttention
+from midfill.models.config import Experts, LatentAttention, StateSpace
 from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file
 from midfill.system.machine import format_size
 
-_MAX_ROWS = 16_384  # of a tensor drawn at a time
 _BYTES_PER_WEIGHT = 5
 """Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
 
@@ -41,8 +41,10 @@ class Shape:
     """A Llama model's dimensions, the embedding tied to the output head.
 
     With ``experts``, it is a Qwen3-MoE with a head of its own; with ``latent``, too, a DeepSeek-V2,
-    whose ``head_dim`` and ``kv_heads`` say nothing. ``k_quants`` stores it as Q4_K_M instead of
-    Q4_0; all widths are multiples of 256 then.
+    whose ``head_dim`` and ``kv_heads`` say nothing; with experts and a ``window``, a gpt-oss, which
+    has the window in every other layer. With a ``state_space``, it is a Granite 4.0-H, whose layers
+    that are not among the state's have attention. ``k_quants`` stores it as Q4_K_M instead of Q4_0;
+    all widths are multiples of 256 then.
     """
 
     layers: int
@@ -57,13 +59,25 @@ class Shape:
     k_quants: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    window: int | None = None
+    state_space: StateSpace | None = None
 
     @property
     def architecture(self) -> str:
         """GGUF's name of its family."""
+        if self.state_space is not None:
+            return "granitehybrid"
         if self.latent is not None:
             return "deepseek2"
-        return "llama" if self.experts is None else "qwen3moe"
+        if self.experts is None:
+            return "llama"
+        return "qwen3moe" if self.window is None else "gpt-oss"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention, ascending."""
+        others = () if self.state_space is None else self.state_space.layers
+        return tuple(layer for layer in range(self.layers) if layer not in others)
 
     @property
     def weights(self) -> int:
@@ -126,6 +140,37 @@ _CODER_V2_LITE = Shape(
     ),
     latent=LatentAttention(query_rank=0, rank=512, plain_dim=128, rotary_dim=64, value_dim=128),
 )
+_GPT_OSS_20B = Shape(
+    layers=24,
+    hidden=2880,
+    query_heads=64,
+    kv_heads=8,
+    head_dim=64,
+    ffn=2880,
+    vocab=201_088,
+    context=131_072,
+    rope_base=150_000.0,
+    experts=Experts(count=32, per_token=4, ffn=2880, normalised=True, router_bias=True),
+    window=128,
+)
+_GRANITE_H_MICRO = Shape(
+    layers=40,
+    hidden=2048,
+    query_heads=32,
+    kv_heads=8,
+    head_dim=64,
+    ffn=8192,
+    vocab=100_352,
+    context=131_072,
+    rope_base=1e4,  # unused: its attention knows no positions
+    state_space=StateSpace(
+        layers=tuple(layer for layer in range(40) if layer not in (5, 15, 25, 35)),
+        heads=64,
+        head_dim=64,
+        state_dim=128,
+        conv_width=4,
+    ),
+)
 # Qwen3-Coder-30B-A3B's, and Qwen2.5's, without the biases of Q, K and V, and with tied embeddings;
 # DeepSeek-Coder-V2-Lite's with its context as it was before YaRN.
 SHAPES: Mapping[str, Shape] = {
@@ -136,7 +181,11 @@ SHAPES: Mapping[str, Shape] = {
     "30b-a3b": _30B_A3B,
     "30b-a3b-q4_k_m": replace(_30B_A3B, k_quants=True),
     "coder-v2-lite": _CODER_V2_LITE,
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "granite-4.0-h-micro": _GRANITE_H_MICRO,
 }
+_YARN_FACTOR = 32
+"""How much longer gpt-oss's context is than that of its first training."""
 
 
 def random_model(
@@ -150,11 +199,15 @@ def random_model(
         layers: so many layers instead of the shape's own.
 
     Raises:
-        MidfillError: no such shape, too little disk space, or the file can't be written.
+        MidfillError: no such shape, too few layers, too little disk space, or the file can't be
+            written.
     """
     if name not in SHAPES:
         raise OptionError(f"there is no shape {name}; there are {', '.join(SHAPES)}")
     shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
+    if not shape.attention_layers:
+        least = SHAPES[name].attention_layers[0] + 1
+        raise OptionError(f"{name} has no attention in its first {layers} layers: --layers {least}")
     cut = "" if layers is None else f"-{layers}-layers"
     path = cache_folder() / "peers" / f"random-{name}{cut}.gguf"
     if path.is_file():
@@ -206,7 +259,8 @@ def write_random_model(
     for number, (name, (dimensions, kind)) in enumerate(tensors.items()):
         progress(f"random weights: tensor {number + 1} of {len(tensors)}")
         mask = ordinary if name in ("token_embd.weight", "output.weight") else None
-        writer.write_tensor_data(np.concatenate(list(_draw(dimensions, kind, random, mask))))
+        drawn = draw(name, dimensions, kind, random, mask)
+        writer.write_tensor_data(np.concatenate(list(drawn)))
     writer.close()
 
 
@@ -217,11 +271,14 @@ def _add_dimensions(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.query_heads)
-    writer.add_head_count_kv(shape.kv_heads)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(shape.vocab)
     experts, latent = shape.experts, shape.latent
+    if shape.state_space is not None:
+        _add_state_space(writer, shape, shape.state_space)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
     if experts is None:
         writer.add_rope_dimension_count(shape.head_dim)
         return
@@ -231,6 +288,11 @@ def _add_dimensions(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if latent is None:
         writer.add_key_length(shape.head_dim)
         writer.add_value_length(shape.head_dim)
+        if shape.window is not None:
+            writer.add_sliding_window(shape.window)
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(_YARN_FACTOR)
+            writer.add_rope_scaling_orig_ctx_len(shape.context // _YARN_FACTOR)
         return
     writer.add_expert_shared_count(experts.shared_ffn // experts.ffn)
     writer.add_leading_dense_block_count(len(experts.dense_layers))
@@ -240,6 +302,22 @@ def _add_dimensions(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_value_length(latent.rank)
     writer.add_key_length_mla(latent.query_dim)
     writer.add_value_length_mla(latent.value_dim)
+
+
+def _add_state_space(writer: gguf.GGUFWriter, shape: Shape, space: StateSpace) -> None:
+    """Write what a file says of a Granite 4.0-H's states, and its four scalars."""
+    attention = shape.attention_layers
+    writer.add_head_count_kv([shape.kv_heads * (i in attention) for i in range(shape.layers)])
+    writer.add_rope_scaling_finetuned(False)  # queries and keys aren't rotated
+    writer.add_attention_scale(1 / shape.head_dim)
+    writer.add_embedding_scale(12.0)
+    writer.add_residual_scale(0.22)
+    writer.add_logit_scale(8.0)
+    writer.add_ssm_conv_kernel(space.conv_width)
+    writer.add_ssm_state_size(space.state_dim)
+    writer.add_ssm_inner_size(space.inner)
+    writer.add_ssm_time_step_rank(space.heads)
+    writer.add_ssm_group_count(1)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, source: GgufFile, vocab: int) -> npt.NDArray[np.bool_]:
@@ -280,6 +358,9 @@ def _tensors(shape: Shape) -> Tensors:
     if shape.k_quants:
         usual, more = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
         embedding = more
+    is_gpt_oss = shape.architecture == "gpt-oss"
+    if is_gpt_oss:
+        usual = more = embedding
     tensors: Tensors = {
         "token_embd.weight": ((shape.vocab, shape.hidden), embedding),
         "output_norm.weight": ((shape.hidden,), norm),
@@ -288,13 +369,25 @@ def _tensors(shape: Shape) -> Tensors:
         tensors["output.weight"] = ((shape.vocab, shape.hidden), more)
     for layer in range(shape.layers):
         precise = more if _has_more_bits(layer, shape.layers) else usual
-        if shape.latent is None:
+        if shape.state_space is not None and layer in shape.state_space.layers:
+            parts = _state_tensors(shape, shape.state_space, usual)
+        elif shape.latent is None:
             parts = _attention_tensors(shape, usual, precise)
         else:
             parts = _latent_tensors(shape, shape.latent, usual)
-        parts |= _mlp_tensors(shape, layer, usual, precise)
-        tensors |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in parts.items()}
+        if is_gpt_oss:
+            usual_mlp = precise_mlp = GGMLQuantizationType.MXFP4
+        else:
+            usual_mlp, precise_mlp = usual, precise
+        parts |= _mlp_tensors(shape, layer, usual_mlp, precise_mlp)
+        tensors |= {_stored_name(layer, name): tensor for name, tensor in parts.items()}
     return tensors
+
+
+def _stored_name(layer: int, part: str) -> str:
+    """Return a tensor's name: of a weight, unless it says otherwise, or is no part of a product."""
+    is_whole = part.endswith(".bias") or part in ("ssm_a", "ssm_d")
+    return f"blk.{layer}.{part}" if is_whole else f"blk.{layer}.{part}.weight"
 
 
 def _attention_tensors(
@@ -310,9 +403,29 @@ def _attention_tensors(
         "attn_v": ((key, shape.hidden), precise),
         "attn_output": ((shape.hidden, query), usual),
     }
-    if shape.experts is not None:
+    if shape.architecture == "qwen3moe":
         tensors |= {f"attn_{part}_norm": ((shape.head_dim,), norm) for part in "qk"}
+    if shape.architecture == "gpt-oss":
+        rows = {name: tensors[f"attn_{name}"][0][0] for name in ("q", "k", "v", "output")}
+        tensors |= {f"attn_{name}.bias": ((count,), norm) for name, count in rows.items()}
+        tensors["attn_sinks"] = ((shape.query_heads,), norm)
     return tensors
+
+
+def _state_tensors(shape: Shape, space: StateSpace, kind: GGMLQuantizationType) -> Tensors:
+    """Return a Mamba-2 layer's own tensors."""
+    plain = GGMLQuantizationType.F32
+    return {
+        "attn_norm": ((shape.hidden,), plain),
+        "ssm_in": ((space.projected, shape.hidden), kind),
+        "ssm_conv1d": ((space.mixed, space.conv_width), plain),
+        "ssm_conv1d.bias": ((space.mixed,), plain),
+        "ssm_dt.bias": ((space.heads,), plain),
+        "ssm_a": ((space.heads, 1), plain),
+        "ssm_d": ((space.heads, 1), plain),
+        "ssm_norm": ((1, space.inner), plain),
+        "ssm_out": ((shape.hidden, space.inner), kind),
+    }
 
 
 def _latent_tensors(shape: Shape, latent: LatentAttention, kind: GGMLQuantizationType) -> Tensors:
@@ -334,7 +447,8 @@ def _mlp_tensors(
 ) -> Tensors:
     """Return a layer's MLP, or its router and experts; down projections are those of V's kind."""
     hidden, norm, experts = shape.hidden, GGMLQuantizationType.F32, shape.experts
-    tensors: Tensors = {"ffn_norm": ((hidden,), norm)}
+    is_gpt_oss = shape.architecture == "gpt-oss"
+    tensors: Tensors = {"post_attention_norm" if is_gpt_oss else "ffn_norm": ((hidden,), norm)}
     if experts is None or layer in experts.dense_layers:
         sizes: dict[str, tuple[tuple[int, ...], int]] = {"": ((), shape.ffn)}
     else:
@@ -348,6 +462,9 @@ def _mlp_tensors(
             f"ffn_up{end}": ((*stack, ffn, hidden), usual),
             f"ffn_down{end}": ((*stack, hidden, ffn), precise),
         }
+    if is_gpt_oss:
+        biased = [name for name in tensors if name.endswith(("_inp", "_exps"))]
+        tensors |= {f"{name}.bias": (tensors[name][0][:-1], norm) for name in biased}
     return tensors
 
 
@@ -355,70 +472,6 @@ def _has_more_bits(layer: int, layers: int) -> bool:
     """Return whether a layer's V and down projection are stored more precisely in Q4_K_M."""
     first = layers // 8
     return layer < first or layer >= layers - first or (layer - first) % 3 == 2
-
-
-def _draw(
-    dimensions: tuple[int, ...],
-    kind: GGMLQuantizationType,
-    random: np.random.Generator,
-    mask: npt.NDArray[np.bool_] | None,
-) -> Iterator[npt.NDArray[np.generic]]:
-    """Rows of a tensor as they are stored: norms are 1, others uniform with deviation 0.02.
-
-    Args:
-        mask: bool [rows]: where False, a row is zero.
-    """
-    if kind is GGMLQuantizationType.F32:
-        if len(dimensions) == 1:
-            yield np.ones(dimensions, np.float32)
-        else:  # a router's
-            yield (random.random(dimensions, np.float32) - np.float32(0.5)) * np.float32(
-                0.02 * 12**0.5
-            )
-        return
-    rows, columns = math.prod(dimensions[:-1]), dimensions[-1]
-    block, size = GGML_QUANT_SIZES[kind]
-    for start in range(0, rows, _MAX_ROWS):
-        count = min(_MAX_ROWS, rows - start)
-        blocks = random.integers(0, 256, (count, columns // block, size), np.uint8)
-        zero = None if mask is None else ~mask[start : start + count]
-        _set_scales(blocks, kind, zero)
-        yield blocks.reshape(count, -1)
-
-
-def _set_scales(
-    blocks: npt.NDArray[np.uint8],
-    kind: GGMLQuantizationType,
-    zero: npt.NDArray[np.bool_] | None,
-) -> None:
-    """Give random blocks float16 scales by which weights have a deviation of 0.02.
-
-    Integer scales are left as they are, uniform in their range.
-    """
-    uniform = math.sqrt(12)  # the range of uniform numbers, in deviations
-    scale, at = 0.02 * uniform, 0
-    if kind is GGMLQuantizationType.Q4_0:
-        scale /= 16
-    elif kind is GGMLQuantizationType.Q8_0:
-        scale /= 256
-    elif kind is GGMLQuantizationType.Q4_K:
-        # The integer minima are the integer scales: weights are then symmetric about 0.
-        blocks[..., 8:12] = blocks[..., 4:8]
-        blocks[..., 12:16] = (blocks[..., 12:16] & 15) * 17
-        scale /= 16 * 64 / math.sqrt(3)
-        _set_halves(blocks, 2, 7.5 * scale, zero)
-    else:
-        scale, at = scale / (64 * 256 / uniform), 208
-    _set_halves(blocks, at, scale, zero)
-
-
-def _set_halves(
-    blocks: npt.NDArray[np.uint8], at: int, value: float, zero: npt.NDArray[np.bool_] | None
-) -> None:
-    """Set the float16 at a byte of each block, to 0 in some rows."""
-    blocks[..., at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
-    if zero is not None:
-        blocks[zero, :, at : at + 2] = 0
 
 
 ShapeOption = Annotated[
@@ -433,7 +486,8 @@ ShapeArgument = Annotated[
     typer.Argument(
         metavar="NAME",
         help="1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), 30b-a3b (17 GB),"
-        " these as 1.5b-q4_k_m, 7b-q4_k_m and 30b-a3b-q4_k_m, too, and coder-v2-lite (9 GB).",
+        " these as 1.5b-q4_k_m, 7b-q4_k_m and 30b-a3b-q4_k_m, too, coder-v2-lite (9 GB),"
+        " gpt-oss-20b (12 GB) and granite-4.0-h-micro (2 GB).",
     ),
 ]
 LayersOption = Annotated[

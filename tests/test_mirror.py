@@ -129,7 +129,6 @@ TESTED_THROUGH = {
     ),
     "runners/torch/test_runner.py": ("runners/torch/cells",),
     "serving/cluster/test_command.py": ("serving/cluster/deployment",),
-    "serving/cluster/test_remote_engine.py": ("engine/process/aggregate",),
     "serving/cluster/test_replicas.py": (
         "serving/cluster/applications",
         "serving/cluster/front",

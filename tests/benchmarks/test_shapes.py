@@ -4,18 +4,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from packed_steps import Sequence, Stepper
 from tiny_gguf import write_gguf
 
-from benchmarks.shapes import Shape, random_model, write_random_model
+from benchmarks.shapes import SHAPES, Shape, random_model, write_random_model
 from midfill.errors import MidfillError
+from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.gguf_file import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.config import Experts, LatentAttention
+from midfill.models.config import Experts, LatentAttention, StateSpace
 from midfill.runners.cpu.packed_model import load_packed
+from midfill.runners.cpu.runner import CpuRunner
 from midfill_lab.bench.peers.measure import Programs, compare_peers
 from midfill_lab.bench.peers.results import PeersOptions
 from midfill_lab.bench.peers.servers import ComparedModel, open_compared
+from serving import torch_runner
 
 pytestmark = pytest.mark.usefixtures("small_roofline")
 
@@ -48,6 +53,18 @@ def random_gguf(gguf_model: ComparedModel, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("random") / "random.gguf"
     write_random_model(SHAPE, GgufFile(gguf_model.gguf), path)
     return path
+
+
+def assert_kernels_compute_what_pytorch_does(checkpoint: Checkpoint) -> None:
+    """All but the rounding of activations to int8."""
+    tokens = list(range(10, 30))
+    expected = Stepper(torch_runner(checkpoint, slots=64)).prefill(Sequence(tokens))
+    runner = CpuRunner.load(checkpoint, slots=64, threads=2)
+    found = Stepper(runner).prefill(Sequence(tokens))
+    runner.close()
+    assert expected.std() > 0
+    errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.median(errors) < 0.06
 
 
 class TestRandomModels:
@@ -118,6 +135,50 @@ class TestRandomModels:
         assert checkpoint.tensor("layers.1.shared.up.weight").shape == (64, 64)
         assert "experts_in" in load_packed(checkpoint, folder=tmp_path).matrices
 
+    def test_a_window_beside_experts_is_a_gpt_oss(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        experts = Experts(count=6, per_token=2, ffn=32, normalised=True, router_bias=True)
+        shape = replace(SHAPE, layers=4, experts=experts, window=16)
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "oss.gguf")
+        checkpoint = open_checkpoint(tmp_path / "oss.gguf")
+        config = checkpoint.config
+        assert (config.family, config.experts) == ("gpt-oss", experts)
+        assert (config.sinks, config.qkv_bias, config.mlp_bias) == (True, True, True)
+        assert [config.window_of(layer) for layer in range(4)] == [16, None, 16, None]
+        assert (config.rope_scaling.kind, config.context) == ("yarn", 512)
+        assert checkpoint.kind("layers.1.experts.5.down.weight") == "mxfp4"
+        assert checkpoint.kind("layers.1.q.weight") == "q8_0"
+        weights = checkpoint.tensor("layers.1.experts.5.up.weight").to_float32()
+        assert weights.std() == pytest.approx(0.023, rel=0.05)
+        assert checkpoint.tensor("layers.1.experts.5.up.bias").to_float32().any()
+        assert_kernels_compute_what_pytorch_does(checkpoint)
+
+    def test_a_state_space_is_a_granite_hybrid(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        space = StateSpace(layers=(0, 2), heads=4, head_dim=32, state_dim=32, conv_width=4)
+        shape = replace(SHAPE, layers=3, state_space=space)
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "hybrid.gguf")
+        checkpoint = open_checkpoint(tmp_path / "hybrid.gguf")
+        config = checkpoint.config
+        assert (config.family, config.attention_layers) == ("granitehybrid", (1,))
+        assert config.state_space == replace(space, logarithmic=False)
+        assert not config.has_rope
+        assert config.residual_multiplier == pytest.approx(0.22)
+        assert (checkpoint.tensor("layers.0.ssm.A").to_float32() <= -1).all()
+        steps = np.log1p(np.exp(checkpoint.tensor("layers.0.ssm.dt_bias").to_float32()))
+        assert ((steps > 0.0009) & (steps < 0.11)).all()
+        assert_kernels_compute_what_pytorch_does(checkpoint)
+
+    @pytest.mark.parametrize(
+        ("name", "weights"), [("gpt-oss-20b", 20.9e9), ("granite-4.0-h-micro", 3.2e9)]
+    )
+    def test_shapes_have_as_many_weights_as_their_models(self, name: str, weights: float) -> None:
+        assert SHAPES[name].weights == pytest.approx(weights, rel=0.005)
+
     def test_the_tokenizer_is_the_other_models(
         self, random_gguf: Path, gguf_model: ComparedModel
     ) -> None:
@@ -151,6 +212,10 @@ class TestRandomModels:
         assert [server.name for server in report.servers] == ["midfill"]
         assert "--no-speculation" in report.servers[0].settings
         assert not report.servers[0].error
+
+    def test_a_hybrid_keeps_a_layer_with_attention(self) -> None:
+        with pytest.raises(MidfillError, match="no attention in its first 4 layers: --layers 6"):
+            random_model("granite-4.0-h-micro", layers=4)
 
     def test_an_unknown_shape(self) -> None:
         with pytest.raises(MidfillError, match=r"there is no shape 3b; there are 1\.5b, .*7b"):

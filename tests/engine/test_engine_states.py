@@ -123,6 +123,28 @@ def test_background_prompts_leave_snapshots() -> None:
     check_states(one)
 
 
+def test_stats_say_where_states_are() -> None:
+    one = engine(states=4, running=2)
+    tokens = prompt(40, 1)
+    one.add(request("a", tokens))
+    one.step()
+    stats = one.stats()
+    assert (stats.states_total, stats.states_used) == (4, 1)
+    serve(one)
+    stats = one.stats()
+    assert (stats.states_used, stats.snapshots_reused, stats.snapshots_evicted) == (0, 0, 0)
+    kept = stats.state_snapshots
+    assert kept > 0
+    # What goes on behind the answer starts from the snapshot at its end.
+    serve(one, [request("on", [*tokens, *truth(tokens), *prompt(5)])])
+    assert one.stats().snapshots_reused == 1
+    serve(one, [request(f"other{seed}", prompt(40, seed)) for seed in range(2, 6)])
+    stats = one.stats()
+    assert (stats.states_used, stats.snapshots_reused) == (0, 1)
+    assert stats.state_snapshots == 4
+    assert stats.snapshots_evicted >= kept
+
+
 def test_an_answer_that_turns_out_not_to_be_empty_starts_again() -> None:
     """The check has computed tokens that are no part of the answer: the state has seen them."""
     one = build_engine(ToyStateRunner(512, 8), (0, 1, 2), max_running=4, token_bytes=_token_bytes)

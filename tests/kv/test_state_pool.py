@@ -98,6 +98,7 @@ class StateMachine(RuleBasedStateMachine):
         self.cached = Paths()
         self.pool.cache.watch(self.cached)
         self.live: list[Holder] = []
+        self.reused = 0
 
     @property
     def states(self) -> StatePool:
@@ -134,6 +135,7 @@ class StateMachine(RuleBasedStateMachine):
                 holder.kv.discard()  # of what another has found, this one was to evict some
                 continue
             holder.kv.start_state()
+            self.reused += holder.computed > 0
             holder.kv.reserve(needed)
             assert self.content(holder) == tuple(holder.tokens[: holder.computed])
             admitted.append(holder)
@@ -195,6 +197,7 @@ class StateMachine(RuleBasedStateMachine):
         states = self.states
         assert states.free + states.used + states.snapshots == self.store.count
         assert states.used == len(self.live)
+        assert states.reused == self.reused
         assert not states._holds
         kept = np.flatnonzero(states._after >= 0).tolist()
         assert sorted(kept) == sorted(states._order)
@@ -253,6 +256,7 @@ def test_the_snapshot_used_least_recently_gives_its_place() -> None:
         for tokens in (first, second, third)
     }
     assert found == {1: 2, 2: 0, 3: 2}
+    assert (one.states.reused, one.states.evicted) == (1, 1)
 
 
 def test_a_prompt_in_parts_has_one_snapshot_and_no_copies() -> None:
@@ -269,6 +273,7 @@ def test_a_prompt_in_parts_has_one_snapshot_and_no_copies() -> None:
         kv.state_tokens = end
         kv.release(int32(tokens[:end]), is_passing=end < 12)
         assert one.states.snapshots == 2
+    assert (one.states.reused, one.states.evicted) == (3, 0)
     assert one.states.deepest(one.cache.find("", int32(tokens[:11]))) == 0
     assert one.states.deepest(one.cache.find("", int32(tokens))) == 12
     # Two that go on from there in one step can't both take it.
@@ -294,7 +299,15 @@ def test_a_held_snapshot_stays_and_sequences_never_get_more_states_than_there_ar
     assert one.states.snapshots == 1
     waiting.discard()
     running.fork().discard()
-    assert one.states.snapshots == 0
+    assert (one.states.snapshots, one.states.evicted) == (0, 1)
+
+
+def test_a_snapshot_goes_with_its_token() -> None:
+    one = pool(3)
+    assert one.states is not None
+    computed(one, [0, 1]).release(int32([0, 1]))
+    one.slots.free(one.cache.evict(1))
+    assert (one.states.snapshots, one.states.free, one.states.evicted) == (0, 3, 1)
 
 
 def test_a_state_that_is_ahead_of_its_tokens_is_no_snapshot() -> None:

@@ -280,6 +280,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
             sparse prefill lists, in all layers and query heads.
         causal_pairs: how many dense attention has for the same chunks.
         loading: queued answers whose KV is on its way to the cache; ``waiting`` leaves them out.
+        states_total: states that there is room for, beside the slots; 0 in models without.
+        states_used: those of sequences that hold slots.
+        state_snapshots: those that are kept beside the prefix cache. The rest are free.
+        snapshots_reused: how often a sequence has started from a snapshot.
+        snapshots_evicted: snapshots that gave their place to another state, or went when the prefix
+            cache evicted their token.
         exported_bytes, imported_bytes: KV that left the cache as bytes, or came to it so; the warm
             tier's is not counted here.
         warm_tier: what the warm tier did; None without one.
@@ -314,6 +320,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     listed_pairs: int = 0
     causal_pairs: int = 0
     loading: int = 0
+    states_total: int = 0
+    states_used: int = 0
+    state_snapshots: int = 0
+    snapshots_reused: int = 0
+    snapshots_evicted: int = 0
     exported_bytes: int = 0
     imported_bytes: int = 0
     warm_tier: TierStats | None = None

@@ -56,6 +56,8 @@ class StatePool:
 
     Attributes:
         store: where the states are.
+        reused: how often a sequence has started from a snapshot.
+        evicted: snapshots that gave their place, or went with their tokens.
     """
 
     def __init__(self, store: StateStore, slots: int) -> None:
@@ -66,6 +68,7 @@ class StatePool:
             slots: number of KV slots.
         """
         self.store = store
+        self.reused = self.evicted = 0
         self._free = list(range(store.count - 1, -1, -1))
         self._used: set[int] = set()
         # By the slot of the token before: the state, or _NONE; and the slots, least recently used
@@ -125,13 +128,16 @@ class StatePool:
         Raises:
             OutOfStatesError: sequences have, and hold, all states.
         """
-        if slot is not None and slot in self._passing and self._holds[slot] == 1:
-            return self._take_over(slot)
-        state = self._take()
         if slot is None:
+            state = self._take()
             self.store.clear(state)
+            return state
+        if slot in self._passing and self._holds[slot] == 1:
+            state = self._take_over(slot)
         else:
+            state = self._take()
             self.store.copy(int(self._after[slot]), state)
+        self.reused += 1
         return state
 
     def fork(self, state: int) -> int:
@@ -188,7 +194,7 @@ class StatePool:
     def removed(self, slots: Int32Array) -> None:
         """See ``CacheWatcher.removed``: snapshots go with their tokens."""
         for slot in slots[self._after[slots] != _NONE].tolist():
-            self._forget(slot)
+            self._evict(slot)
 
     def _is_known(self, slot: int) -> bool:
         """Whether there is a snapshot after a slot's token; it is marked as just used."""
@@ -214,10 +220,14 @@ class StatePool:
             oldest = next((slot for slot in self._order if slot not in self._holds), None)
             if oldest is None:
                 raise OutOfStatesError(f"all {self.store.count} states are in use")
-            self._forget(oldest)
+            self._evict(oldest)
         state = self._free.pop()
         self._used.add(state)
         return state
+
+    def _evict(self, slot: int) -> None:
+        self._forget(slot)
+        self.evicted += 1
 
     def _forget(self, slot: int) -> None:
         self._free.append(int(self._after[slot]))

@@ -64,6 +64,28 @@ def test_tenants_beyond_the_maximum_share_a_label() -> None:
     assert by_tenant(metrics, "http_requests", "http_requests_total") == expected
 
 
+def test_models_with_states_say_what_becomes_of_them() -> None:
+    stats = EngineStats(
+        states_total=8, states_used=2, state_snapshots=5, snapshots_reused=7, snapshots_evicted=3
+    )
+    found = families(Metrics("m", Numbers(stats)))
+    shown = {
+        sample.name: sample.value
+        for name, family in found.items()
+        if name.startswith("midfill:state")
+        for sample in family.samples
+    }
+    assert shown == {
+        "midfill:states": 8,
+        "midfill:states_used": 2,
+        "midfill:state_snapshots": 5,
+        "midfill:state_snapshots_reused_total": 7,
+        "midfill:state_snapshots_evicted_total": 3,
+    }
+    without = families(Metrics("m", Numbers(EngineStats(slots_total=10))))
+    assert not [name for name in without if name.startswith("midfill:state")]
+
+
 def test_stages_and_endings_are_counted() -> None:
     metrics = Metrics("m", Numbers())
     tenant = metrics.of_tenant("")

@@ -25,8 +25,13 @@ GAUGES = frozenset(
         "slots_free",
         "slots_cached",
         "slots_pinned",
+        "cache_nodes",
+        "cache_index_bytes",
         "background",
         "loading",
+        "states_total",
+        "states_used",
+        "state_snapshots",
     }
 )
 """Fields of ``EngineStats`` that go down again; the others only grow."""

@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from midfill.engine.kv_transfer.warm_cache import KvTraffic
 from midfill.engine.request import EngineStats, TenantStats
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.speculation import DraftCounts
+from midfill.kv.state_pool import StatePool
 from midfill.runners.forward.attention import KeyPairs
 
 _log = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ class EngineCounters:
         """Return the counters, with the gauges of an engine's queues and pool as of now."""
         pool = queues.pool
         listed, causal = pairs.totals
-        return EngineStats(
+        stats = EngineStats(
             running=len(queues.running),
             waiting=len(queues.waiting),
             slots_total=pool.slots.total,
@@ -76,6 +79,18 @@ class EngineCounters:
             warm_tier=traffic.tier_stats(),
             **vars(self),
         )
+        return stats if pool.states is None else _with_states(stats, pool.states)
+
+
+def _with_states(stats: EngineStats, states: StatePool) -> EngineStats:
+    return msgspec.structs.replace(
+        stats,
+        states_total=states.store.count,
+        states_used=states.used,
+        state_snapshots=states.snapshots,
+        snapshots_reused=states.reused,
+        snapshots_evicted=states.evicted,
+    )
 
 
 @dataclass

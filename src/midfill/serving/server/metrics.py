@@ -150,6 +150,24 @@ _COUNTERS: Numbers = {
     "forward_seconds": ("Time spent in forward passes.", lambda now: now.forward_seconds),
     "sampling_seconds": ("Time spent choosing tokens.", lambda now: now.sampling_seconds),
 }
+_STATE_GAUGES: Numbers = {
+    "states": ("States in total, beside the KV slots.", lambda now: now.states_total),
+    "states_used": ("States of answers in progress.", lambda now: now.states_used),
+    "state_snapshots": (
+        "States kept as snapshots beside the prefix cache.",
+        lambda now: now.state_snapshots,
+    ),
+}
+_STATE_COUNTERS: Numbers = {
+    "state_snapshots_reused": (
+        "Snapshots that sequences have started from.",
+        lambda now: now.snapshots_reused,
+    ),
+    "state_snapshots_evicted": (
+        "Snapshots that gave their place, or went with their tokens.",
+        lambda now: now.snapshots_evicted,
+    ),
+}
 _TENANT_GAUGES: Mapping[str, tuple[str, Callable[[TenantStats], float]]] = {
     "num_requests_running": ("Answers that hold KV.", lambda now: now.running),
     "num_requests_waiting": ("Answers in the queue.", lambda now: now.waiting),
@@ -422,6 +440,9 @@ class _EngineMetrics:
         now = [((self._model,), stats)]
         yield from families(GaugeMetricFamily, _GAUGES, now, labels)
         yield from families(CounterMetricFamily, _COUNTERS, now, labels)
+        if stats.states_total:
+            yield from families(GaugeMetricFamily, _STATE_GAUGES, now, labels)
+            yield from families(CounterMetricFamily, _STATE_COUNTERS, now, labels)
         if (tier := stats.warm_tier) is not None:
             rows = [((self._model,), tier)]
             yield from families(CounterMetricFamily, _TIER_COUNTERS, rows, labels)

@@ -47,6 +47,16 @@ def test_scores_follow_their_definition() -> None:
     assert set(by_score) == {int(expected.argmin())}
 
 
+def test_scores_can_be_set() -> None:
+    scores = scores_after([0.1, 0.2, 0.3, 0.4])
+    scores.assign([0, 2], np.array([0.5, 0.05], np.float32))
+    assert [scores.lowest([0, 1]), scores.lowest([1, 2])] == [1, 2]
+    scores.assign([3, 1], 0.0)
+    assert scores.lowest([2, 3, 1]) == 3
+    scores.update(np.array([0.0, 0.0, 0.0, 1.0], np.float32))
+    assert scores.lowest([3, 1]) == 1
+
+
 def test_more_considered_than_there_are_is_all() -> None:
     assert scores_after([0.6, 0.4], considered=12).lowest([0, 1]) == 1
 

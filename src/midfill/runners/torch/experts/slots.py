@@ -104,6 +104,15 @@ class ExpertScores:
         seen[likeliest] = shares[likeliest]
         self._scores += self._decay * (seen - self._scores)
 
+    def assign(self, experts: Sequence[int], scores: float | Float32Array) -> None:
+        """Set the scores of experts, whatever steps have made of them.
+
+        Args:
+            experts: all different.
+            scores: one for all of them, or float32 [len(experts)].
+        """
+        self._scores[list(experts)] = scores
+
     def lowest(self, experts: Sequence[int]) -> int:
         """Return the expert with the lowest score; of equal ones the first."""
         return experts[int(np.argmin(self._scores[list(experts)]))]
