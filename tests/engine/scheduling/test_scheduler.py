@@ -117,7 +117,7 @@ def test_the_default_policy_plans_as_if_there_were_no_hints(
     hinted = [Hints(priority, now + priority, 1 + abs(priority)) for priority in priorities]
     options = ModelOptions()
     policy = scheduler_policy(options, 4)
-    chunked = SarathiServe(options.token_budget, options.max_running, short_share=0.5)
+    chunked = SarathiServe(options.step_tokens, options.max_running, short_share=0.5)
     plain = ScheduleState(tuple(running), tuple(waiting), slots, CacheFacts())
     told = ScheduleState(
         tuple(

@@ -43,7 +43,7 @@ def model() -> Iterator[LLM]:
     """
 
     def speculation(options: ModelOptions) -> Speculation:
-        return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), FixedCost())
+        return Speculation(SmartSpec(options.step_tokens), AcceptanceRates(), FixedCost())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "speculation", speculation)
