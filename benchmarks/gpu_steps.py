@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks.report import publish
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import Experts, ModelConfig, tensor_shapes
 from midfill.runners.forward.batch import ForwardBatch
@@ -33,12 +33,13 @@ SHAPES = {
         "qwen2", 28, 1536, 12, 2, 128, 8960, 151_936, 32_768, tied_embeddings=True, qkv_bias=True
     ),
     "7b": ModelConfig("qwen2", 28, 3584, 28, 4, 128, 18_944, 152_064, 32_768, qkv_bias=True),
-    "30b-a3b, 8 layers": ModelConfig(
+    "30b-a3b-8-layers": ModelConfig(
         "qwen3moe", 8, 2048, 32, 4, 128, 6144, 151_936, 32_768, qk_norm=True,
         experts=Experts(count=128, per_token=8, ffn=768, normalised=True),
     ),
 }  # fmt: skip
 """SmolLM2-135M, Qwen2.5-Coder 1.5B and 7B, and a sixth of Qwen3-Coder-30B-A3B."""
+_DEFAULT_SHAPES = "135m,1.5b,30b-a3b-8-layers"
 CONTEXT = 1500
 STEPS = {
     "decode, 1 stream": (1, 1, CONTEXT),
@@ -157,7 +158,7 @@ def bound_of(
 
 
 def gpu_steps(
-    shapes: Annotated[str, typer.Option(help="Shapes, separated by semicolons.")] = "135m;1.5b",
+    shapes: Annotated[str, typer.Option(help="Shapes, separated by commas.")] = _DEFAULT_SHAPES,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 30,
     json: JsonOption = None,
     docs: DocsOption = None,
@@ -165,16 +166,18 @@ def gpu_steps(
     """Measure steps on a CUDA GPU, beside what its memory and arithmetic allow."""
     if not torch.cuda.is_available():
         raise MidfillError("gpu-steps needs a CUDA GPU, and torch finds none")
+    names = shapes.split(",")
+    unknown = [name for name in names if name not in SHAPES]
+    if unknown:
+        raise OptionError(f"no shape {unknown[0]!r}; there are {', '.join(SHAPES)}")
     bandwidth, rate = measured_peaks()
     figures: list[dict[str, object]] = []
-    for name in shapes.split(";"):
-        started = time.perf_counter()
+    for name in names:
         checkpoint = cast(Checkpoint, RandomCheckpoint(SHAPES[name]))
         runner = TorchRunner(
             checkpoint, slots=_SLOTS, device="cuda", dtype=torch.bfloat16,
             captured_rows=CAPTURED_ROWS,
         )  # fmt: skip
-        loaded = time.perf_counter() - started
         graphs = runner.graphs
         for what, step in STEPS.items():
             batch = step_of(SHAPES[name], *step)
@@ -187,7 +190,6 @@ def gpu_steps(
                 {"shape": name, "step": what, "graphs": fused, "eager": eager, "bound": bound}
             )
             print(f"{name} {what}: {fused * 1e3:.3f} ms, eager {eager * 1e3:.3f}", flush=True)
-        figures[-1]["loaded"] = loaded
         del runner, graphs
         torch.cuda.empty_cache()
     report = {

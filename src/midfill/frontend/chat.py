@@ -146,6 +146,20 @@ class ChatTemplate:
         return ids
 
 
+def count_characters(values: Sequence[object]) -> int:
+    """Return the length of all texts in some JSON values, but for the names of fields."""
+    count, left = 0, list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return count
+
+
 def _with_texts(fields: Mapping[str, Any], replace: Callable[[str], str]) -> dict[str, Any]:
     """Return fields with all texts of their values replaced, the names in these among them."""
 

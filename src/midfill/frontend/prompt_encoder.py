@@ -15,7 +15,7 @@ from typing import Any
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.channels import AnswerChannels, uses_channels
-from midfill.frontend.chat import chat_template_of
+from midfill.frontend.chat import chat_template_of, count_characters
 from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.context_files import ContextFile, FittingFiles, shown_text
@@ -429,24 +429,10 @@ class PromptEncoder:
         def check(characters: int) -> None:
             self._limit.check_characters(characters, "messages")
 
-        check(_count_characters([*messages, fields]))
+        check(count_characters([*messages, fields]))
         ids = self._chat.encode(messages, tenant, check, fields)
         self._limit.check_tokens(len(ids), "messages")
         return Prompt(ids, "", channels=AnswerChannels.of_prompt(ids, self._tokenizer))
-
-
-def _count_characters(values: Sequence[object]) -> int:
-    """Return the length of all texts in some JSON values, but for the names of fields."""
-    count, left = 0, list(values)
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            count += len(value)
-        elif isinstance(value, Mapping):
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
-    return count
 
 
 def fim_format(

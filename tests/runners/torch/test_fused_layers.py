@@ -21,8 +21,8 @@ pytestmark = needs_triton
 PROCESSORS = 4
 
 
-def runner_of(folder: Path, dtype: torch.dtype = torch.float32) -> TorchRunner:
-    return TorchRunner(open_checkpoint(folder), slots=512, device=TRITON_DEVICE, dtype=dtype)
+def runner_of(folder: Path) -> TorchRunner:
+    return TorchRunner(open_checkpoint(folder), slots=512, device=TRITON_DEVICE)
 
 
 def is_fusible(runner: TorchRunner) -> bool:
