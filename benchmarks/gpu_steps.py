@@ -7,7 +7,7 @@ step as the engine sees it: inputs copied to the GPU, all layers, the largest lo
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from midfill.models.config import Experts, ModelConfig, tensor_shapes
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.runner import CAPTURED_ROWS, TorchRunner
 from midfill.stored_tensor import StoredTensor
+from midfill_lab.bench.roofline.gpu import bfloat16_per_second, copied_per_second
 from midfill_lab.cli.bench.options import JsonOption
 from midfill_lab.cli.outputs import DocsOption
 from midfill_lab.reporting import ResultTable
@@ -52,8 +53,6 @@ STEPS = {
 """Requests of a step, new rows of each, and how many tokens are before them."""
 _SLOTS = 100_000
 _WARM_UPS = 3
-_COPIED = 1 << 30
-_WIDTH = 8192
 
 
 class RandomCheckpoint:
@@ -112,31 +111,6 @@ def seconds_of(runner: TorchRunner, batch: ForwardBatch, repeats: int) -> float:
     return statistics.median(once() for _ in range(repeats))
 
 
-def measured_peaks() -> tuple[float, float]:
-    """Return bytes per second of a copy, read and written, and bf16 operations per second."""
-    source = torch.randn(_COPIED // 4, device="cuda")
-    target = torch.empty_like(source)
-    factor = torch.randn(_WIDTH, _WIDTH, device="cuda", dtype=torch.bfloat16)
-    copying = _device_seconds(lambda: target.copy_(source))
-    multiplying = _device_seconds(lambda: factor @ factor)
-    return 2 * _COPIED / copying, 2 * _WIDTH**3 / multiplying
-
-
-def _device_seconds(call: Callable[[], object]) -> float:
-    times: list[float] = []
-    for _ in range(8):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times[2:])
-
-
 def bound_of(
     config: ModelConfig, weights: int, step: tuple[int, int, int], bandwidth: float, rate: float
 ) -> float:
@@ -170,7 +144,7 @@ def gpu_steps(
     unknown = [name for name in names if name not in SHAPES]
     if unknown:
         raise OptionError(f"no shape {unknown[0]!r}; there are {', '.join(SHAPES)}")
-    bandwidth, rate = measured_peaks()
+    bandwidth, rate = copied_per_second("cuda"), bfloat16_per_second("cuda")
     figures: list[dict[str, object]] = []
     for name in names:
         checkpoint = cast(Checkpoint, RandomCheckpoint(SHAPES[name]))

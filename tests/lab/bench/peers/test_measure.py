@@ -251,3 +251,10 @@ def test_loads_that_would_take_too_long_are_left_out(folder_model: ComparedModel
     assert reason == "its prompts would take about 100 s, more than the limit of 99 s"
     assert reason_to_skip(decode, 8192, [], limit=1) is None  # nothing to go by
     assert reason_to_skip(long, 9001, slow, limit=1) is None  # measures what others go by
+
+
+def test_a_gpu_that_is_not_there_is_named(folder_model: ComparedModel) -> None:
+    pytest.importorskip("torch")
+    options = msgspec.structs.replace(PREFILL, device="cuda:99")
+    with pytest.raises(MidfillError, match="--device cuda:99: PyTorch finds no such GPU"):
+        compare_peers(folder_model, options, Programs())

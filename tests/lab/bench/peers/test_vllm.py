@@ -1,20 +1,54 @@
 """vLLM: its dtypes, and the folder that it is given."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from midfill.models.checkpoints.opening import open_checkpoint
+from midfill_lab.bench.peers import vllm
 from midfill_lab.bench.peers.convert import convert
-from midfill_lab.bench.peers.servers import ComparedModel
-from midfill_lab.bench.peers.vllm import default_dtypes
+from midfill_lab.bench.peers.results import LOADS
+from midfill_lab.bench.peers.servers import ComparedModel, Launch, Room, launch_midfill
+from midfill_lab.bench.peers.vllm import default_dtypes, launch_vllm
+
+_KV_BYTES = "--kv-cache-memory-bytes"
 
 
 def test_vllm_is_measured_in_bfloat16_where_the_chip_multiplies_it() -> None:
     assert default_dtypes(["avx2", "avx512f"]) == ("float32",)
     for feature in ("avx512_bf16", "amx_bf16"):
         assert default_dtypes(["avx512f", feature]) == ("float32", "bfloat16")
+
+
+def test_on_a_gpu_it_is_measured_in_bfloat16() -> None:
+    assert default_dtypes(["avx2"], "cuda") == ("bfloat16",)
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cuda", None), ("cuda:1", "1")])
+def test_on_a_gpu_it_gets_as_much_room_as_midfill_and_runs_as_it_is_by_default(
+    device: str,
+    visible: str | None,
+    folder_model: ComparedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "find_interpreter", lambda *_, **__: ("python", "0.20.0"))
+    room = Room(threads=1, sequence=128, sequences=4)
+    on_cpu = launch_vllm(folder_model, room, None, "bfloat16")
+    on_gpu = launch_vllm(folder_model, room, None, "bfloat16", device)
+    own = launch_midfill(folder_model, room, speculation=False, kinds=LOADS, device=device)
+    assert isinstance(on_cpu, Launch)
+    assert isinstance(on_gpu, Launch)
+    assert "--enforce-eager" in on_cpu.command
+    assert "--enforce-eager" not in on_gpu.command
+    (kv_bytes,) = {_after("--kv-memory", own.command), _after(_KV_BYTES, on_gpu.command)}
+    assert int(kv_bytes) == room.kv_tokens * folder_model.kv_values_per_token * 2
+    assert on_gpu.environment.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def _after(flag: str, command: Sequence[str]) -> str:
+    return command[command.index(flag) + 1]
 
 
 def test_a_gguf_file_becomes_a_folder_with_the_same_weights_and_tokens(

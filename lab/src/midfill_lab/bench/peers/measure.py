@@ -34,6 +34,7 @@ from midfill_lab.bench.peers.loads import (
 from midfill_lab.bench.peers.openvino import launch_openvino
 from midfill_lab.bench.peers.process import ServerProcess, free_port
 from midfill_lab.bench.peers.results import (
+    CPU,
     LLAMA_CPP,
     LOADS,
     MIDFILL,
@@ -95,13 +96,23 @@ def run_server(launch: Launch, work: Work, log: Path) -> ServerResult:
         version=launch.version,
         precision=launch.precision,
         settings=launch.settings,
-        bytes_per_second=measure_roofline(work.options.threads).bytes_per_second,
+        bytes_per_second=_memory_speed(work.options),
     )
     try:
         _start_and_measure(launch, work, log, found)
     except MidfillError as error:
         found.error = str(error)
     return found
+
+
+def _memory_speed(options: PeersOptions) -> float:
+    """Return the bytes per second of the memory that servers read."""
+    if options.device == CPU:
+        return measure_roofline(options.threads).bytes_per_second
+    # Imported where it is used: it needs PyTorch.
+    from midfill_lab.bench.roofline.gpu import copied_per_second
+
+    return copied_per_second(options.device)
 
 
 def _process(launch: Launch, log: Path) -> ServerProcess:
@@ -259,6 +270,7 @@ def compare_peers(
     report = PeersReport(
         model=model.name,
         machine=describe_machine(),
+        gpu=_gpu_name(options.device),
         options=options,
         kv_tokens=room.kv_tokens,
         servers=[] if earlier is None else _finished(earlier, model, options, room),
@@ -302,6 +314,27 @@ def _finished(
     return [server for server in earlier.servers if not server.error]
 
 
+def _gpu_name(device: str) -> str:
+    """Return the name of the GPU that is compared on; "" on the CPU.
+
+    Raises:
+        MidfillError: there is no such GPU, or no PyTorch to find it.
+    """
+    if device == CPU:
+        return ""
+    try:
+        from midfill_lab.bench.roofline.gpu import gpu_name
+
+        return gpu_name(device)
+    except ImportError:
+        raise MidfillError(
+            f"--device {device} needs PyTorch: pip install 'midfill[torch]'"
+        ) from None
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise MidfillError(f"--device {device}: PyTorch finds no such GPU ({reason})") from None
+
+
 def _room(loads: Sequence[Load], model: ComparedModel, options: PeersOptions) -> Room:
     longest = max(MIN_SEQUENCE, *(load.sequence for load in loads))
     return Room(
@@ -320,23 +353,26 @@ def _launches(
     progress: LogLine,
 ) -> Iterator[Launch | Missing]:
     """Yield the servers to run; each is prepared when its turn comes."""
+    device = options.device
     if MIDFILL in options.servers:
         if model.random_weights:
             # It repeats itself without end, and drafts would always be right.
-            yield launch_midfill(model, room, speculation=False, kinds=LOADS)
+            yield launch_midfill(model, room, speculation=False, kinds=LOADS, device=device)
         else:
             others = (*(kind for kind in LOADS if kind != "decode"), SPECULATIVE)
-            yield launch_midfill(model, room, speculation=True, kinds=others)
+            yield launch_midfill(model, room, speculation=True, kinds=others, device=device)
             if "decode" in options.loads:
-                yield launch_midfill(model, room, speculation=False, kinds=("decode",))
-    if LLAMA_CPP in options.servers:
+                yield launch_midfill(
+                    model, room, speculation=False, kinds=("decode",), device=device
+                )
+    if LLAMA_CPP in options.servers and device == CPU:
         for weights in formats_for(model, options.llama_formats):
             progress(f"llama.cpp: preparing weights, {weights}")
             links = folder / "links"
             yield launch_llama_cpp(model, room, programs.llama_server, links, weights)
-    if OPENVINO in options.servers:
+    if OPENVINO in options.servers and device == CPU:
         yield launch_openvino(model, room, programs.openvino_python)
     if VLLM in options.servers:
         for dtype in options.vllm_dtypes:
             progress(f"vllm: preparing weights, {dtype}")
-            yield launch_vllm(model, room, programs.vllm_python, dtype)
+            yield launch_vllm(model, room, programs.vllm_python, dtype, device)

@@ -19,6 +19,8 @@ LLAMA_CPP = "llama.cpp"
 VLLM = "vllm"
 OPENVINO = "openvino"
 
+CPU = "cpu"
+"""The device that is no GPU."""
 STORED = "stored"
 """llama.cpp's weights as the model's file has them."""
 NATIVE = "native"
@@ -54,6 +56,8 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
         repeats: runs of prefill and decode.
         round_repeats: runs of rounds.
         threads: per server.
+        device: of PyTorch, on which midfill and vLLM compute; llama.cpp and OpenVINO are compared
+            on "cpu" alone.
         load_limit: seconds. A load whose prompts alone would take a server longer, at the prefill
             speed just measured, is skipped; a request without an answer for that long ends the
             server's run.
@@ -78,6 +82,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 3
     round_repeats: int = 3
     threads: int = 1
+    device: str = CPU
     load_limit: float = 1200.0
     start_limit: float = 600.0
     seed: int = 0
@@ -180,6 +185,7 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: its name.
+        gpu: the name of the GPU that servers computed on, if any.
         kv_tokens: tokens of KV that each server has room for.
         servers: in the order in which they ran.
         missing: server -> why it is missing, one line.
@@ -191,6 +197,7 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     servers: list[ServerResult]
     missing: dict[str, str]
+    gpu: str = ""
 
     def own(self, load: str, measure: str, layout: str) -> Figure | None:
         """Return midfill's figure from whichever of its runs measured it."""
@@ -375,13 +382,17 @@ def _servers(report: PeersReport) -> ResultTable:
 
 def _caption(report: PeersReport) -> str:
     options = report.options
+    read = "read by as many threads"
+    place = f"{report.machine}"
+    if report.gpu:
+        read = "of the GPU's memory, by a copy within it,"
+        place = f"{report.gpu}; {place}"
     return (
         f"{report.model}; threads: {options.threads}; room for {report.kv_tokens:,} tokens of KV "
         f"each; runs of prefill and decode: {options.repeats}, of rounds: {options.round_repeats}, "
         f"keystrokes: {options.keystrokes}; warmed up with two answers of 16 tokens to 256. "
         "Peak memory: resident in all of a server's processes. "
-        "Bandwidth: read by as many threads just before the server was started. "
-        f"{report.machine}."
+        f"Bandwidth: {read} just before the server was started. {place}."
     )
 
 

@@ -20,7 +20,7 @@ from midfill.system.python_child import python_command
 from midfill.version import __version__
 from midfill_lab.bench.clients import SPARE_TOKENS, Sentinels
 from midfill_lab.bench.peers.loads import ALL_LAYOUTS
-from midfill_lab.bench.peers.results import LOADS, MIDFILL, MIDFILL_PLAIN
+from midfill_lab.bench.peers.results import CPU, LOADS, MIDFILL, MIDFILL_PLAIN
 
 _BANNER_WEIGHTS = re.compile(r"weights (?P<size>[\d.]+) (?P<unit>bytes|KB|MB|GB)")
 _BANNER_KV = re.compile(r"\((?P<bytes>\d+) bytes\), (?P<slots>\d+) tokens")
@@ -207,7 +207,12 @@ class Missing:
 
 
 def launch_midfill(
-    model: ComparedModel, room: Room, *, speculation: bool, kinds: tuple[str, ...]
+    model: ComparedModel,
+    room: Room,
+    *,
+    speculation: bool,
+    kinds: tuple[str, ...],
+    device: str = CPU,
 ) -> Launch:
     """Describe midfill's own server, run by this interpreter.
 
@@ -216,18 +221,23 @@ def launch_midfill(
     Args:
         speculation: whether it drafts tokens, as it does by default.
         kinds: of loads to measure on it; "decode" alone is a server of its own.
+        device: of PyTorch, or "cpu" for midfill's own kernels.
     """
     from midfill.runners.cpu.runner import multiplies_bfloat16
 
     decode_alone = kinds == ("decode",)
+    quantised = _is_quantised(model) and device == CPU
+    kv_bytes = _kv_bytes(model, device)
     flags = ["--threads", str(room.threads), "--adapter", "none"]
-    flags += ["--kv-memory", str(room.kv_tokens * _kv_bytes(model))]
+    flags += ["--kv-memory", str(room.kv_tokens * kv_bytes)]
+    if device != CPU:
+        flags += ["--backend", "torch", "--device", device]
     if not speculation:
         flags.append("--no-speculation")
     tokens = [] if model.own_sentinels else ["--fim-tokens", ",".join(model.sentinels)]
     identity = ["--port", PORT, "--served-name", model.name]
     command = python_command("-m", "midfill", "serve", str(model.path), *identity)
-    quantised = _is_quantised(model)
+    number = "float32" if device == CPU else "bfloat16"
     return Launch(
         name=MIDFILL_PLAIN if decode_alone else MIDFILL,
         version=__version__,
@@ -235,13 +245,13 @@ def launch_midfill(
             f"weights {model.stored_kinds} as stored; activations int8, KV "
             f"{'and attention bfloat16' if multiplies_bfloat16() else 'float16'}"
             if quantised
-            else "weights, activations and KV float32"
+            else f"weights, activations and KV {number}"
         ),
         settings=" ".join(flags),
         command=[*command, *flags, *tokens],
         layouts=ALL_LAYOUTS,
         kinds=kinds,
-        read_bytes=lambda banner: _read_bytes(banner, model),
+        read_bytes=lambda banner: _read_bytes(banner, model, kv_bytes),
         first_start=not decode_alone,
     )
 
@@ -250,12 +260,12 @@ def _is_quantised(model: ComparedModel) -> bool:
     return not model.stored_kinds.startswith(("f32", "f16", "bf16"))
 
 
-def _kv_bytes(model: ComparedModel) -> int:
+def _kv_bytes(model: ComparedModel, device: str) -> int:
     """Return the bytes of a token's KV with ``--kv-cache-dtype auto``."""
-    return model.kv_values_per_token * (2 if _is_quantised(model) else 4)
+    return model.kv_values_per_token * (2 if _is_quantised(model) or device != CPU else 4)
 
 
-def _read_bytes(banner: str, model: ComparedModel) -> ReadBytes:
+def _read_bytes(banner: str, model: ComparedModel, kv_bytes: int) -> ReadBytes:
     """Return the bytes that the server's banner states; weights are packed in its own format."""
     weights, kv = _BANNER_WEIGHTS.search(banner), _BANNER_KV.search(banner)
     return ReadBytes(
@@ -264,5 +274,5 @@ def _read_bytes(banner: str, model: ComparedModel) -> ReadBytes:
             if weights is not None
             else model.stored_bytes_read
         ),
-        kv_per_token=(int(kv["bytes"]) // int(kv["slots"]) if kv is not None else _kv_bytes(model)),
+        kv_per_token=int(kv["bytes"]) // int(kv["slots"]) if kv is not None else kv_bytes,
     )

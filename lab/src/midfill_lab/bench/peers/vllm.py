@@ -1,4 +1,4 @@
-"""vLLM on the CPU: the interpreter it is installed for, and how its server is started."""
+"""vLLM: the interpreter it is installed for, and how its server is started."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from midfill.system.files import write_folder
 from midfill.system.python_child import python_environment
 from midfill_lab.bench.peers.interpreters import find_interpreter
 from midfill_lab.bench.peers.loads import LAID_OUT
-from midfill_lab.bench.peers.results import VLLM
+from midfill_lab.bench.peers.results import CPU, VLLM
 from midfill_lab.bench.peers.servers import PORT, ComparedModel, Launch, Missing, ReadBytes, Room
 
 INSTALL = (
@@ -26,16 +26,25 @@ _CONVERTER = Path(__file__).with_name("convert.py")
 DTYPES = tuple(_BYTES)
 
 
-def default_dtypes(vector_features: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes to measure: float32, and bfloat16 where the chip multiplies it."""
+def default_dtypes(vector_features: Sequence[str], device: str = CPU) -> tuple[str, ...]:
+    """Return the dtypes to measure.
+
+    On a GPU bfloat16; else float32, and bfloat16 where the chip multiplies it.
+    """
+    if device != CPU:
+        return ("bfloat16",)
     fast = {"avx512_bf16", "amx_bf16"} & set(vector_features)
     return ("float32", "bfloat16") if fast else ("float32",)
 
 
 def launch_vllm(
-    model: ComparedModel, room: Room, python: Path | None, dtype: str = "float32"
+    model: ComparedModel,
+    room: Room,
+    python: Path | None,
+    dtype: str = "float32",
+    device: str = CPU,
 ) -> Launch | Missing:
-    """Describe vLLM's server, eager, otherwise with its defaults.
+    """Describe vLLM's server: eager on a CPU, otherwise with its defaults.
 
     The first time a GGUF file is converted to a Hugging Face folder, with vLLM's interpreter.
 
@@ -43,6 +52,7 @@ def launch_vllm(
         python: an interpreter that has vllm; None searches PATH for the program vllm, and this
             interpreter.
         dtype: of weights, activations and KV; one of ``DTYPES``.
+        device: "cpu", or a GPU of PyTorch that the interpreter's vLLM is built for.
     """
     name = VLLM if dtype == "float32" else f"{VLLM} {dtype}"
     found = find_interpreter(python, "vllm", "vllm", program="vllm")
@@ -50,11 +60,11 @@ def launch_vllm(
         hint = "not found" if python is None else f"{python} does not have it"
         return Missing(name, f"{hint}; {INSTALL}")
     interpreter, version = found
-    flags = ["--dtype", dtype, "--enforce-eager"]
+    flags = ["--dtype", dtype]
     flags += ["--max-model-len", str(room.sequence), "--max-num-seqs", str(room.sequences)]
     kv_bytes = model.kv_values_per_token * _BYTES[dtype]
-    gigabytes = ceil(room.kv_tokens * kv_bytes / 2**30)
-    cores = _cores(room.threads)
+    further, environment, place = _placed(room, kv_bytes, device)
+    flags += further
     try:
         folder = _huggingface_folder(model, interpreter)
     except MidfillError as error:
@@ -66,20 +76,37 @@ def launch_vllm(
         name=name,
         version=version,
         precision=f"weights, activations and KV {dtype}",
-        settings=f"{' '.join(flags)}, {gigabytes} GiB of KV, cores {cores}",
+        settings=f"{' '.join(flags)}{place}",
         command=[*server, *identity, *flags],
         environment={
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_KVCACHE_SPACE": str(gigabytes),
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "OMP_NUM_THREADS": str(room.threads),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
+            **environment,
         },
         layouts=LAID_OUT,
         read_bytes=lambda _: ReadBytes(_BYTES[dtype] * model.parameters_read, kv_bytes),
     )
+
+
+def _placed(room: Room, kv_bytes: int, device: str) -> tuple[list[str], dict[str, str], str]:
+    """Return the flags, environment and remark that put vLLM and its KV on a device."""
+    if device != CPU:
+        _, _, index = device.partition(":")
+        return (
+            ["--kv-cache-memory-bytes", str(room.kv_tokens * kv_bytes)],
+            {"CUDA_VISIBLE_DEVICES": index} if index else {},
+            "",
+        )
+    gigabytes = ceil(room.kv_tokens * kv_bytes / 2**30)
+    cores = _cores(room.threads)
+    environment = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(gigabytes),
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "OMP_NUM_THREADS": str(room.threads),
+    }
+    return ["--enforce-eager"], environment, f", {gigabytes} GiB of KV, cores {cores}"
 
 
 def _cores(threads: int) -> str:

@@ -85,6 +85,14 @@ VllmDtypesOption = Annotated[
         " float32, and bfloat16 where the chip multiplies it.",
     ),
 ]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Where midfill and vLLM compute: cpu, or a GPU of PyTorch such as cuda; llama.cpp and"
+        " OpenVINO are compared on the CPU alone.",
+    ),
+]
 RandomWeightsOption = Annotated[
     bool,
     typer.Option(
@@ -163,6 +171,7 @@ def peers(
     llama_formats: LlamaFormatsOption = "stored,q4_0,q4_k_m",
     vllm_dtypes: VllmDtypesOption = None,
     random_weights: RandomWeightsOption = False,
+    device: DeviceOption = "cpu",
     fim_tokens: FimTokensOption = None,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
@@ -188,11 +197,12 @@ def peers(
         measured.options,
         llama_formats=parse_formats(llama_formats),
         vllm_dtypes=(
-            default_dtypes(machine.vector_features)
+            default_dtypes(machine.vector_features, device)
             if vllm_dtypes is None
             else parse_names(vllm_dtypes, DTYPES, "--vllm-dtypes")
         ),
         threads=threads or machine.cores,
+        device=device,
         seed=seed,
     )
 

@@ -17,6 +17,8 @@ _KEYS = 64
 """Keys that a program reads at a time; half as many of wide heads."""
 _WIDE = 128
 _WARPS, _STAGES = 4, 2
+_NARROW, _NARROW_STAGES = 64, 3
+"""One row's narrow heads are read further ahead."""
 _MAX_PARTS = 32
 _PROGRAMS_PER_PROCESSOR = 2
 
@@ -79,7 +81,8 @@ def attend_rows(
         SINK=sinks is not None,
         QUERIES=max(triton.next_power_of_2(tile * group), 16),
         KEYS=_KEYS if width <= _WIDE else _KEYS // 2,
-        num_warps=_WARPS, num_stages=_STAGES,
+        num_warps=_WARPS,
+        num_stages=_NARROW_STAGES if tile == 1 and width <= _NARROW else _STAGES,
     )  # fmt: skip
     if parts > 1:
         _merge[(rows, heads)](
