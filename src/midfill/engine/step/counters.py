@@ -141,4 +141,7 @@ class TenantCounters:
         }
 
     def _of(self, sequence: Sequence) -> _Counters:
-        return self._counters.setdefault(sequence.tenant, _Counters())
+        counters = self._counters.get(sequence.tenant)
+        if counters is None:  # not setdefault, which would make new ones for every token
+            counters = self._counters[sequence.tenant] = _Counters()
+        return counters
