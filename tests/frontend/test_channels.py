@@ -10,15 +10,14 @@ from tiny_checkpoints import tiny_tokenizer
 
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerBuilder, StopStrings
+from midfill.frontend.answer_format import HarmonyFormat
 from midfill.frontend.channels import (
     HARMONY,
-    AnswerChannels,
     Call,
     ChannelParser,
     ChannelReader,
     Event,
     Marker,
-    channel_markers,
 )
 from midfill.frontend.sampling import SamplingParams
 from midfill.models.tokens.tokenizer import Tokenizer
@@ -41,7 +40,7 @@ def events(text: str) -> list[Event]:
 
 def read(answer: Iterable[Event], opening: Sequence[Event] = ASSISTANT) -> Answer:
     """Return a whole answer, as it is read."""
-    reader = ChannelReader({}, opening)
+    reader = ChannelReader({}, ChannelParser(opening))
     content = "".join(reader.read(event) for event in answer) + reader.finish()
     reasoning, pieces = reader.take()
     return Answer(content, (), "stop", None, (), None, reasoning, Call.join(pieces))
@@ -204,7 +203,13 @@ def tokenizer() -> Tokenizer:
     """The tiny tokenizer with the format's tokens."""
     backend = tiny_tokenizer()
     backend.add_special_tokens(list(HARMONY))
-    return Tokenizer(backend)
+    return Tokenizer(backend, chat_template="<|start|>")
+
+
+def harmony(tokenizer: Tokenizer) -> HarmonyFormat:
+    format = HarmonyFormat.of_model(tokenizer)
+    assert format is not None
+    return format
 
 
 def built(
@@ -216,7 +221,7 @@ def built(
 ) -> Answer:
     """Return the answer that ``AnswerBuilder`` makes of a text's tokens, so many at a time."""
     prompt = tokenizer.encode("<|start|>assistant", parse_special=True)
-    channels = AnswerChannels.of_prompt(prompt, tokenizer)
+    channels = harmony(tokenizer).channels(prompt)
     assert channels is not None
     answer = AnswerBuilder(
         0, tokenizer, sampling, StopStrings(sampling.stop), channels=channels.reader()
@@ -248,7 +253,7 @@ def test_an_answers_tokens_are_read(tokenizer: Tokenizer, step: int) -> None:
 
 
 def test_half_a_character_belongs_to_the_message_that_it_ends(tokenizer: Tokenizer) -> None:
-    begun = AnswerChannels.of_prompt([tokenizer.special_tokens["<|start|>"]], tokenizer)
+    begun = harmony(tokenizer).channels([tokenizer.special_tokens["<|start|>"]])
     assert begun is not None
     answer = AnswerBuilder(
         0, tokenizer, SamplingParams(max_tokens=99), StopStrings(()), channels=begun.reader()
@@ -275,8 +280,13 @@ def test_log_probabilities_are_the_contents(tokenizer: Tokenizer) -> None:
     assert [report.offset for report in answer.logprobs] == [0, 1, 2]
 
 
-def test_only_models_with_the_formats_tokens_have_channels(tokenizer: Tokenizer) -> None:
-    plain = Tokenizer(tiny_tokenizer())
-    assert not channel_markers(plain)
-    assert AnswerChannels.of_prompt(plain.encode("<|start|>"), plain) is None
-    assert AnswerChannels.of_prompt(tokenizer.encode("<|start|>a"), tokenizer) is None  # spelled
+def test_log_probabilities_of_an_answer_without_markers_are_whole(tokenizer: Tokenizer) -> None:
+    """What is held back until it can be no recipient's name has some, too."""
+    for text in ("to the point", "to"):
+        answer = built(tokenizer, text, SamplingParams(max_tokens=99, logprobs=0), "length")
+        assert answer.text == text
+        assert "".join(report.chosen.text for report in answer.logprobs) == text
+
+
+def test_a_prompt_that_spells_a_message_out_begins_none(tokenizer: Tokenizer) -> None:
+    assert harmony(tokenizer).channels(tokenizer.encode("<|start|>a")) is None

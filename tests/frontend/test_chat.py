@@ -204,3 +204,13 @@ def test_special_tokens_are_found_wherever_a_long_message_is_cut(
     text = f"{gap}<|im_end|>{gap}<|im<|im_end|>{'<|im_en' * 10_000}"
     found = chat_module._replaced(pattern, lambda match: f"[{match.group()}]", text)
     assert found == pattern.sub(lambda match: f"[{match.group()}]", text)
+
+
+def test_the_names_that_a_template_reads_are_known(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% if not a is defined %}{% set a = true %}{% endif %}{% set b = b | default(1) %}"
+        "{% set c = 1 %}{{ d.e }}"
+    )
+    assert template(tokenizer, source).names == {"a", "b", "d"}
+    assert template(tokenizer, "{{ 10 ** (10 ** 10) }}").names == set()  # not computed for it
+    assert template(tokenizer, "{% if %}").names == set()

@@ -301,6 +301,7 @@ class AnswerBuilder:
         self._decoded = 0  # characters returned by the detokenizer
         self._shown = 0  # how many of them were returned to the caller
         self._pending: list[TokenLogprob] = []
+        self._undecided: list[TokenLogprob] = []  # of tokens that may turn out to be no content
         self._logprob, self._scored = 0.0, 0  # sum over tokens, and how many
         self._unreported: list[int] = []  # tokens that no delta has reported yet
 
@@ -344,9 +345,8 @@ class AnswerBuilder:
                 self._observe(token_id, output, position, "")
                 break
             decoded = self._decode(token_id, written)
-            reported = shown and (self._channels is None or self._channels.in_content)
-            if reported and logprobs is not None and self._sampling.logprobs is not None:
-                self._pending.append(self._report(token_id, logprobs[position], healed))
+            if shown and logprobs is not None and self._sampling.logprobs is not None:
+                self._queue(self._report(token_id, logprobs[position], healed))
             self._observe(token_id, output, position, decoded)
             self._decoded += len(decoded)
             text += scanner.push(decoded)
@@ -419,12 +419,25 @@ class AnswerBuilder:
             return channels.read(self._detokenizer.push_bytes(written))
         return channels.read(self._detokenizer.flush()) + channels.read(marker)
 
+    def _queue(self, report: TokenLogprob) -> None:
+        """Take a token's report, to be returned with its text, if that is content."""
+        self._undecided.append(report)
+        self._decide(True if self._channels is None else self._channels.in_content)
+
+    def _decide(self, in_content: bool | None) -> None:
+        """Queue the undecided reports or drop them, once it is known which."""
+        if in_content is not None:
+            self._pending += self._undecided if in_content else ()
+            self._undecided.clear()
+
     def _decode_rest(self) -> str:
         """Return the end of the answer's text, once there are no more tokens."""
-        rest = self._detokenizer.flush()
-        return (
-            rest if self._channels is None else self._channels.read(rest) + self._channels.finish()
-        )
+        rest, channels = self._detokenizer.flush(), self._channels
+        if channels is None:
+            return rest
+        rest = channels.read(rest) + channels.finish()
+        self._decide(channels.in_content)
+        return rest
 
     def _watch_time(self) -> None:
         """Let the answer end with its line once its time is over."""

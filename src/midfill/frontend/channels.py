@@ -25,12 +25,10 @@ What becomes of a message:
 Markers where none belong end a message's text or are left out; they are never shown.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, Self
-
-from midfill.models.tokens.tokenizer import Tokenizer
+from typing import Literal, Protocol
 
 
 class Marker(Enum):
@@ -58,8 +56,7 @@ HARMONY: Mapping[str, Marker] = {
     "<|call|>": Marker.END,
 }
 
-FORMATS = (HARMONY,)
-"""Markers by the text of their tokens. A model has the first format of whose tokens it has all."""
+"""The format's markers by the text of their tokens."""
 
 _CONTENT_CHANNELS = ("final", "commentary", "")
 _RECIPIENT = "to="
@@ -82,11 +79,28 @@ class Piece:
     name: str = ""
 
 
-class ChannelParser:
-    """Divides one answer into messages.
+class AnswerParser(Protocol):
+    """Divides one answer into pieces; joined, they don't depend on how the text is cut.
 
-    The pieces, joined, don't depend on how the text is cut. Messages of the same kind are joined by
-    a line break, but for calls, which stay apart.
+    Attributes:
+        in_content: whether what was read last is content; None while that isn't known.
+    """
+
+    in_content: bool | None
+
+    def push(self, event: Event) -> tuple[Piece, ...]:
+        """Take the next part of the answer; return what it adds."""
+        ...
+
+    def finish(self) -> tuple[Piece, ...]:
+        """Return what was held back, once the answer has ended."""
+        ...
+
+
+class ChannelParser:
+    """Divides one answer into messages; see ``AnswerParser``.
+
+    Messages of the same kind are joined by a line break, but for calls, which stay apart.
 
     Args:
         opening: the end of the prompt, from its last ``START`` on. Without one, an answer begins
@@ -107,16 +121,16 @@ class ChannelParser:
         self._unmarked = self._kind is None and self._section is Marker.START and bool(role)
         if self._unmarked:  # the role stays known, apart from what the answer goes on with
             self._header = {Marker.END: role}
-
-    @property
-    def in_content(self) -> bool:
-        """Whether text would be content now."""
-        return self._kind == "content"
+        self.in_content: bool | None = False
 
     def push(self, event: Event) -> tuple[Piece, ...]:
         """Take the next part of the answer; return what it adds."""
-        if isinstance(event, Marker):
-            return self._mark(event)
+        pieces = self._mark(event) if isinstance(event, Marker) else self._read(event)
+        shown = isinstance(event, str) and self._kind == "content"
+        self.in_content = None if self._unmarked else shown
+        return pieces
+
+    def _read(self, event: str) -> tuple[Piece, ...]:
         if self._kind is not None:
             return self._add(self._kind, event)
         header = (self._header.get(self._section, "") + event)[:_MAX_HEADER]
@@ -132,7 +146,7 @@ class ChannelParser:
         held = self._header.get(self._section, "")
         if not self._unmarked or held.lstrip().startswith(_RECIPIENT):
             return ()
-        self._unmarked = False
+        self._unmarked, self.in_content = False, True
         return self._add("content", held)
 
     def _mark(self, marker: Marker) -> tuple[Piece, ...]:
@@ -221,26 +235,27 @@ class ChannelReader:
 
     Args:
         markers: the format's, by token id.
-        opening: see ``ChannelParser``.
+        parser: of the format, for this answer.
 
     Attributes:
         markers: the same.
-        in_content: whether what was read last is content.
     """
 
-    def __init__(self, markers: Mapping[int, Marker], opening: Iterable[Event]) -> None:
+    def __init__(self, markers: Mapping[int, Marker], parser: AnswerParser) -> None:
         self.markers = markers
-        self.in_content = False
-        self._parser = ChannelParser(opening)
+        self._parser = parser
         self._reasoning: list[str] = []
         self._calls: list[CallPiece] = []
         self._begun = 0  # calls
 
+    @property
+    def in_content(self) -> bool | None:
+        """Whether what was read last is content; None while that isn't known."""
+        return self._parser.in_content
+
     def read(self, event: Event) -> str:
         """Take the next part of the answer; return what it adds to the content."""
-        pieces = self._parser.push(event)
-        self.in_content = isinstance(event, str) and self._parser.in_content
-        return self._sorted(pieces)
+        return self._sorted(self._parser.push(event))
 
     def finish(self) -> str:
         """Return what was held back of the content, once the answer has ended."""
@@ -264,61 +279,3 @@ class ChannelReader:
                 self._begun += bool(piece.name)
                 self._calls.append(CallPiece(self._begun - 1, piece.name, piece.text))
         return content
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerChannels:
-    """The channels of the answers to one prompt.
-
-    Attributes:
-        markers: by token id.
-        opening: the end of the prompt, see ``ChannelParser``.
-    """
-
-    markers: Mapping[int, Marker]
-    opening: tuple[Event, ...]
-
-    @classmethod
-    def of_prompt(cls, token_ids: Sequence[int], tokenizer: Tokenizer) -> Self | None:
-        """Return the channels that a conversation's answers have.
-
-        None if the model has no such format, or its chat template doesn't use it.
-        """
-        markers = channel_markers(tokenizer)
-        if not markers:
-            return None
-        starts = [token_id for token_id, marker in markers.items() if marker is Marker.START]
-        after = range(len(token_ids) - 1, -1, -1)
-        last = next((place for place in after if token_ids[place] in starts), None)
-        if last is None:
-            return None
-        opening: list[Event] = []
-        text: list[int] = []
-        for token_id in token_ids[last:]:
-            if token_id not in markers:
-                text.append(token_id)
-                continue
-            opening += [tokenizer.decode(text), markers[token_id]]
-            text = []
-        return cls(markers, (*opening, tokenizer.decode(text)))
-
-    def reader(self) -> ChannelReader:
-        """Return what reads one answer."""
-        return ChannelReader(self.markers, self.opening)
-
-
-def uses_channels(tokenizer: Tokenizer) -> bool:
-    """Return whether a model's chat template asks for answers in a format with channels."""
-    template = tokenizer.chat_template or ""
-    markers = channel_markers(tokenizer).items()
-    starts = (token_id for token_id, marker in markers if marker is Marker.START)
-    return any(tokenizer.token_text(token_id) in template for token_id in starts)
-
-
-def channel_markers(tokenizer: Tokenizer) -> Mapping[int, Marker]:
-    """Return the markers of a model's format by token id; nothing if it has none."""
-    known = tokenizer.special_tokens
-    for markers in FORMATS:
-        if all(text in known for text in markers):
-            return {known[text]: marker for text, marker in markers.items()}
-    return {}

@@ -22,7 +22,7 @@ from typing import Any
 
 from midfill.errors import InvalidRequestError, RateLimitError
 from midfill.frontend.prompt import Message
-from midfill.frontend.template_worker import check_syntax, describe
+from midfill.frontend.template_worker import describe, read_names
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.system.python_child import python_command, python_environment
 
@@ -56,12 +56,16 @@ class ChatTemplate:
 
     A template that is not valid Jinja refuses every conversation, so that a model with a broken one
     still serves completions.
+
+    Attributes:
+        names: that the template reads, such as ``tools``.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: Mapping[str, str]) -> None:
         self._fault = ""
+        self.names: frozenset[str] = frozenset()
         try:
-            check_syntax(source)
+            self.names = read_names(source)
         except Exception as error:  # not only TemplateError: deep nesting exceeds Python's limits
             self._fault = describe(error)
             _log.warning("the model's chat template is broken: %s", self._fault)

@@ -25,7 +25,7 @@ from midfill.engine.request import (
     TokenSpans,
 )
 from midfill.errors import InvalidRequestError
-from midfill.frontend.channels import AnswerChannels
+from midfill.frontend.answer_format import AnswerChannels
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.confidence import START_TOKENS, ConfidenceRule
 from midfill.infill.layout import LayoutName, PromptLayout, Role, TextSegment

@@ -14,7 +14,7 @@ from typing import Any
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
-from midfill.frontend.channels import AnswerChannels, uses_channels
+from midfill.frontend.answer_format import find_answer_format
 from midfill.frontend.chat import chat_template_of, count_characters
 from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
@@ -90,6 +90,7 @@ class PromptEncoder:
         window: the rule for requests that bring none.
         snippet_characters: likewise.
         raw_bos: the token that raw prompts begin with, or None.
+        answer_format: of answers to chats; None if all of them is content.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class PromptEncoder:
         )
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = chat_template_of(checkpoint.tokenizer)
+        self.answer_format = find_answer_format(checkpoint.tokenizer)
         self._limit = ContextLimit(context, checkpoint.tokenizer.longest_token())
         self._file_tokens: FileTokens = lru_cache(maxsize=16)(
             partial(find_file_tokens, token_bytes=self._tokenizer.token_bytes)
@@ -144,9 +146,9 @@ class PromptEncoder:
         return self._chat is not None
 
     @property
-    def has_channels(self) -> bool:
-        """Whether chats have answers in which reasoning and calls are told from the text."""
-        return uses_channels(self._tokenizer)
+    def template_names(self) -> frozenset[str]:
+        """Names that the chat template reads, such as ``tools``; none without a template."""
+        return frozenset() if self._chat is None else self._chat.names
 
     def memory(self) -> dict[str, Memory]:
         """Return what is remembered, by kind. May be called on any thread."""
@@ -432,7 +434,7 @@ class PromptEncoder:
         check(count_characters([*messages, fields]))
         ids = self._chat.encode(messages, tenant, check, fields)
         self._limit.check_tokens(len(ids), "messages")
-        return Prompt(ids, "", channels=AnswerChannels.of_prompt(ids, self._tokenizer))
+        return Prompt(ids, "", channels=self.answer_format and self.answer_format.channels(ids))
 
 
 def fim_format(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, BinaryIO, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -76,9 +76,16 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (allowed, most))
 
 
-def check_syntax(source: str) -> None:
-    """Raise some exception if a template is not valid Jinja; nothing of it is run."""
-    _environment().parse(source)
+def read_names(source: str) -> frozenset[str]:
+    """Return the names that a template reads; nothing of it is run.
+
+    Compiling it is no part of this, since Jinja then computes what is constant.
+
+    Raises:
+        Exception: the template is not valid Jinja.
+    """
+    names = _environment().parse(source).find_all(nodes.Name)
+    return frozenset(name.name for name in names if name.ctx == "load")
 
 
 def render(source: str, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
@@ -89,7 +96,8 @@ def render(source: str, variables: Mapping[str, Any], messages: Sequence[Mapping
         Exception: anything that a template can raise.
     """
     template, length, pieces = _compile(source), 0, []
-    for piece in template.generate(**variables, messages=messages, add_generation_prompt=True):
+    given = {**variables, "messages": messages, "add_generation_prompt": True}
+    for piece in template.generate(given):
         length += len(piece)
         if length > MAX_CHARACTERS:
             raise TemplateError(f"it writes more than {MAX_CHARACTERS} characters")

@@ -368,9 +368,20 @@ class ModelService:
         return self._prompts.has_chat_template
 
     @property
-    def has_channels(self) -> bool:
-        """Whether reasoning and calls are told from the text of chats' answers."""
-        return self._prompts.has_channels
+    def has_reasoning(self) -> bool:
+        """Whether reasoning is told from the content of chats' answers."""
+        return self._prompts.answer_format is not None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls of functions are told from the content of chats' answers."""
+        format = self._prompts.answer_format
+        return format is not None and format.has_calls
+
+    @property
+    def template_names(self) -> frozenset[str]:
+        """Names that the model's chat template reads, such as ``tools``."""
+        return self._prompts.template_names
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -3,25 +3,18 @@
 The served model writes one given answer: each of its tokens is followed by the next one.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ollama
 import openai
 import pytest
 from running_server import RunningServer, start
-from safetensors.numpy import save_file
-from tiny_checkpoints import tiny_tokenizer
-from tokenizers import AddedToken
+from scripted_model import write_scripted
 
 from midfill.frontend.channels import HARMONY
 
-HIDDEN = 64
-VOCAB = 384
 ARGUMENTS = '{"zone": "UTC"}'
 ANSWER = (
     *("So", "Hm", "<|end|>", "<|start|>", "assistant"),
@@ -46,52 +39,12 @@ TOOL: Any = {
 }
 
 
-def write_model(folder: Path) -> Path:
-    """Write a model without attention: its logits depend on the last token only."""
-    backend = tiny_tokenizer()
-    backend.add_special_tokens(list(HARMONY))
-    words = [word for word in (*ANSWER, RECIPIENT) if word not in HARMONY]
-    backend.add_tokens([AddedToken(word, normalized=False) for word in words])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": HIDDEN,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "vocab_size": VOCAB,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    embed = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN), np.float32)
-    head = np.zeros_like(embed)
-    for before, after in (*pairwise(ANSWER), (RECIPIENT, "<|channel|>")):
-        head[backend.token_to_id(after)] += embed[backend.token_to_id(before)]
-    square = np.zeros((HIDDEN, HIDDEN), np.float32)
-    ones = np.ones(HIDDEN, np.float32)
-    parts = [f"self_attn.{name}_proj" for name in "qkvo"]
-    parts += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    layer: dict[str, np.ndarray] = dict.fromkeys(parts, square)
-    layer |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), ones)
-    weights = {f"model.layers.0.{name}.weight": weight.copy() for name, weight in layer.items()}
-    outside = {"model.embed_tokens": embed, "model.norm": ones, "lm_head": head}
-    weights |= {f"{name}.weight": weight for name, weight in outside.items()}
-    save_file(weights, folder / "model.safetensors")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("harmony")
-    with start(write_model(folder), "--kv-memory", "4MB", "--alias", "harmony") as server:
+    follows = [*pairwise(ANSWER), (RECIPIENT, "<|channel|>")]
+    write_scripted(folder, TEMPLATE, follows, list(HARMONY))
+    with start(folder, "--kv-memory", "4MB", "--alias", "harmony") as server:
         yield server
 
 

@@ -33,7 +33,7 @@ from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai import logprob_object
+from midfill.serving.server.dialects.logprobs import logprob_object
 from midfill.serving.server.request import (
     Generation,
     GenerationRequest,

@@ -26,13 +26,15 @@ from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
-from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai import (
+from midfill.serving.server.dialects.chat_fields import (
     Tool,
     check_tools,
-    logprob_object,
+    effort_fields,
     reasoning_fields,
+    thinking_fields,
 )
+from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.dialects.logprobs import logprob_object
 from midfill.serving.server.request import (
     Generation,
     GenerationRequest,
@@ -87,9 +89,11 @@ class OllamaFields(msgspec.Struct, kw_only=True):
         """Whether a request without a prompt asks to unload the model, which stays loaded here."""
         return self.keep_alive in (0, "0", "0s", "0m")
 
-    def template_fields(self) -> dict[str, Any]:
+    def template_fields(self, service: ModelService) -> dict[str, Any]:
         """Return what the chat template may read beside the messages."""
-        return {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        if isinstance(self.think, str):
+            return effort_fields(service, self.think, "think")
+        return {} if self.think is None else thinking_fields(service, thinks=self.think)
 
     def sampling(self, service: ModelService) -> SamplingParams:
         """Return the sampling parameters, checked.
@@ -99,7 +103,7 @@ class OllamaFields(msgspec.Struct, kw_only=True):
         """
         if self.format:
             raise InvalidRequestError("format is not supported", param="format")
-        if self.think and not service.has_channels:
+        if self.think and not service.has_reasoning:
             raise InvalidRequestError(
                 "think is not supported for this model: it doesn't keep reasoning apart",
                 param="think",
@@ -146,7 +150,7 @@ class GenerateBody(OllamaFields, kw_only=True):
         """Return the fields that hold an answer: text, and reasoning if there is any."""
         return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-    def source(self, tenant: str) -> PromptSource:
+    def source(self, service: ModelService, tenant: str) -> PromptSource:
         """Return what the prompt is made of."""
         if self.template:
             raise InvalidRequestError("template is not supported", param="template")
@@ -160,7 +164,7 @@ class GenerateBody(OllamaFields, kw_only=True):
             return PromptSource(text=text)
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": text.prefix}]
-        fields = self.template_fields()
+        fields = self.template_fields(service)
         return PromptSource(text=text, messages=messages, template_fields=fields, tenant=tenant)
 
 
@@ -219,20 +223,20 @@ class ChatBody(OllamaFields, kw_only=True):
         filled = {name: value for name, value in beside.items() if value}
         return {"message": {"role": "assistant", "content": text, **filled}}
 
-    def source(self, tenant: str) -> PromptSource:
+    def source(self, service: ModelService, tenant: str) -> PromptSource:
         """Return what the prompt is made of."""
         messages = self.messages or ()
         check_message_count(len(messages))
         return PromptSource(
             messages=[turn.fields() for turn in messages],
-            template_fields=self.template_fields(),
+            template_fields=self.template_fields(service),
             tenant=tenant,
         )
 
-    def template_fields(self) -> dict[str, Any]:
+    def template_fields(self, service: ModelService) -> dict[str, Any]:
         """Return what the chat template may read beside the messages."""
         tools = {"tools": [tool.fields() for tool in self.tools]} if self.tools else {}
-        return super().template_fields() | tools
+        return super().template_fields(service) | tools
 
     def sampling(self, service: ModelService) -> SamplingParams:
         """Return the sampling parameters, checked; tools are, too."""
@@ -264,7 +268,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.only_loads:
             reason = "unload" if body.unloads else "load"
             return json_response(_message(body, "") | {"done": True, "done_reason": reason})
-        prompts = await service.encode([body.source(tenant)])
+        prompts = await service.encode([body.source(service, tenant)])
         if prompts[0].infilling and (body.options or Options()).num_predict is None:
             sampling = limited_to_a_hole(sampling)
         if isinstance(body, GenerateBody) and body.suffix:
@@ -433,7 +437,6 @@ def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         """Describe the model."""
         body = await read_json(request, ShowBody, service.max_body_bytes, any_content_type=True)
         check_name(service, body.model or body.name or "")
-        infills = service.fim_format is not None
         return json_response(
             {
                 "modelfile": "",
@@ -444,12 +447,22 @@ def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
                     "general.architecture": "midfill",
                     "midfill.context_length": service.context,
                 },
-                "capabilities": ["completion", "insert"] if infills else ["completion"],
+                "capabilities": _capabilities(service),
                 "modified_at": timestamp(service.created),
             }
         )
 
     return router
+
+
+def _capabilities(service: ModelService) -> list[str]:
+    having = {
+        "completion": True,
+        "insert": service.fim_format is not None,
+        "tools": service.has_calls,
+        "thinking": service.has_reasoning,
+    }
+    return [name for name, has in having.items() if has]
 
 
 def _card(model: ListedModel) -> dict[str, Any]:

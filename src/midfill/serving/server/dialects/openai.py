@@ -17,19 +17,26 @@ from fastapi.responses import Response
 from midfill.engine.request import RequestHints
 from midfill.engine.validation import check_hints
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import Answer, AnswerDelta, Candidate, TokenLogprob
+from midfill.frontend.answer import Answer, AnswerDelta, TokenLogprob
 from midfill.frontend.channels import Call, CallPiece
 from midfill.frontend.generation import Usage
 from midfill.frontend.prompt import Prompt, PromptSource, check_message_count
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.formats import FimFormat
 from midfill.serving.server.bodies import body_reference, json_response, read_json
+from midfill.serving.server.dialects.chat_fields import (
+    Tool,
+    check_template_kwargs,
+    check_tools,
+    effort_fields,
+    reasoning_fields,
+)
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.dialects.logprobs import logprob_object
 from midfill.serving.server.request import Generation, GenerationRequest
 from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ListedModel, ModelService
 
-LOWEST_LOGPROB = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 _MAX_EXPECTED = 2**31 - 1
 
 
@@ -160,58 +167,11 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
     return fields
 
 
-def floor_logprob(logprob: float) -> float:
-    """Return a log probability that JSON can hold."""
-    return max(logprob, LOWEST_LOGPROB)
-
-
-def logprob_object(report: TokenLogprob, *, ids: bool = False) -> dict[str, Any]:
-    """Return a token's log probability, with those of the most likely tokens, as chats have it.
-
-    Args:
-        report: of the token.
-        ids: whether each token's id stands with it, as in llama.cpp.
-    """
-
-    def of(candidate: Candidate) -> dict[str, Any]:
-        return {
-            **({"id": candidate.token_id} if ids else {}),
-            "token": candidate.text,
-            "bytes": list(candidate.bytes),
-            "logprob": floor_logprob(candidate.logprob),
-        }
-
-    return {**of(report.chosen), "top_logprobs": [of(other) for other in report.top]}
-
-
 class TextPart(msgspec.Struct, kw_only=True):
     """A part of a message's content; this server accepts text only."""
 
     type: Literal["text"]
     text: str
-
-
-class Function(msgspec.Struct, kw_only=True):
-    """A function that the model may call; ``parameters`` is its JSON Schema."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(msgspec.Struct, kw_only=True):
-    """An entry of ``tools``."""
-
-    type: Literal["function"] = "function"
-    function: Function
-
-    def fields(self) -> dict[str, Any]:
-        """Return what the template sees; some expect a description."""
-        function: dict[str, Any] = {"name": self.function.name}
-        function["description"] = self.function.description or ""
-        if self.function.parameters is not None:
-            function["parameters"] = self.function.parameters
-        return {"type": self.type, "function": function}
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -261,14 +221,6 @@ class ChatMessage(msgspec.Struct, kw_only=True):
         return fields | reasoning_fields(self.reasoning_content or self.reasoning, content)
 
 
-def reasoning_fields(reasoning: str | None, content: str) -> dict[str, str]:
-    """Return the fields in which templates expect an earlier message's reasoning."""
-    if not reasoning:
-        return {}
-    # Templates that read "thinking" want it or content beside a call, not both.
-    return {"reasoning_content": reasoning} | ({} if content else {"thinking": reasoning})
-
-
 class ChatFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A chat's ``midfill`` object; the fields of infilling are not for chats.
 
@@ -280,7 +232,10 @@ class ChatFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationFields, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions.
+
+    ``chat_template_kwargs`` is vLLM's, SGLang's and llama.cpp's addition.
+    """
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -288,6 +243,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     midfill: ChatFields | None = None
     reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, msgspec.Raw] | None = None
     # Declared so that they are refused rather than ignored.
@@ -361,20 +317,12 @@ def _refuse_unsupported(body: ChatRequest) -> None:
         )
 
 
-def check_tools(service: ModelService) -> None:
-    """Refuse tools where a model's calls can't be told from the text of its answers."""
-    if not service.has_channels:
-        raise InvalidRequestError(
-            "tools are not supported for this model: its calls can't be told from its text",
-            param="tools",
-        )
-
-
 def _template_fields(body: ChatRequest, service: ModelService) -> dict[str, Any]:
     """Return what the chat template may read beside the messages."""
     fields: dict[str, Any] = {}
     if body.reasoning_effort is not None:
-        fields["reasoning_effort"] = body.reasoning_effort
+        fields |= effort_fields(service, body.reasoning_effort, "reasoning_effort")
+    fields |= check_template_kwargs(body.chat_template_kwargs)
     if body.tools and body.tool_choice != "none":
         check_tools(service)
         if body.tool_choice not in (None, "auto"):

@@ -26,10 +26,10 @@ from midfill.infill.window import WindowRule
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.dialects.llama_cpp import ExtraSnippet
+from midfill.serving.server.dialects.logprobs import floor_logprob
 from midfill.serving.server.dialects.openai import (
     GenerationFields,
     check_method,
-    floor_logprob,
     midfill_object,
     model_routes,
     usage_object,

@@ -1,0 +1,141 @@
+"""Chats with a model that thinks, through a real socket, with OpenAI's and Ollama's own clients.
+
+The served model reasons, and then answers: each of its tokens is followed by the next one.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import ollama
+import openai
+import pytest
+from running_server import RunningServer, start
+from scripted_model import write_scripted
+
+ANSWER = ("assistant", "<think>", "Hm", "</think>", "Yes", "<|endoftext|>")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ note }}"
+    "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}assistant"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>"
+    "{% elif messages[-1].content == 'opened' %}<think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = write_scripted(tmp_path_factory.mktemp("thinks"), TEMPLATE, pairwise(ANSWER))
+    with start(folder, "--kv-memory", "4MB", "--alias", "thinks") as server:
+        yield server
+
+
+def chat(content: str = "hi", **fields: object) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {"model": "thinks", "messages": messages, "temperature": 0, "max_tokens": 32, **fields}
+
+
+def said(server: RunningServer, **fields: Any) -> tuple[str | None, str | None, str]:
+    """Return an answer's reasoning, its content, and why it ended."""
+    (choice,) = server.openai().chat.completions.create(**chat(**fields)).choices
+    extra = choice.message.model_extra or {}
+    assert extra.get("reasoning") == extra.get("reasoning_content")
+    return extra.get("reasoning"), choice.message.content, choice.finish_reason
+
+
+def streamed(server: RunningServer, **fields: Any) -> tuple[str | None, str | None, str]:
+    """Return the same of a stream."""
+    chunks = list(server.openai().chat.completions.create(**chat(**fields, stream=True)))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    reasoning = "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
+    content = "".join(delta.content or "" for delta in deltas)
+    return reasoning or None, content, chunks[-1].choices[0].finish_reason or ""
+
+
+@pytest.mark.parametrize("ask", [said, streamed])
+def test_reasoning_stands_beside_the_content(server: RunningServer, ask: Any) -> None:
+    assert ask(server) == ("Hm", "Yes", "stop")
+    assert ask(server, content="opened") == ("Hm", "Yes", "stop")
+    assert ask(server, max_tokens=2) == ("Hm", "", "length")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {"reasoning_effort": "none"},
+    ],
+)
+def test_reasoning_can_be_turned_off(server: RunningServer, fields: dict[str, Any]) -> None:
+    for ask in (said, streamed):
+        assert ask(server, **fields) == (None, "Yes", "stop")
+
+
+def test_log_probabilities_are_the_contents(server: RunningServer) -> None:
+    (choice,) = server.openai().chat.completions.create(**chat(logprobs=True)).choices
+    assert choice.logprobs is not None
+    assert [token.token for token in choice.logprobs.content or ()] == ["Yes"]
+
+
+def test_template_arguments_reach_the_template_as_text(server: RunningServer) -> None:
+    def prompt_tokens(**fields: object) -> int:
+        response = server.post("/v1/chat/completions", chat(**fields))
+        assert response.status_code == 200, response.text
+        return response.json()["usage"]["prompt_tokens"]  # type: ignore[no-any-return]
+
+    none = prompt_tokens()
+    assert prompt_tokens(chat_template_kwargs={"note": "Hm"}) > none + 1  # not the token
+    assert prompt_tokens(chat_template_kwargs={"self": 1, "unknown": [{}]}) == none
+    assert prompt_tokens(chat_template_kwargs=None) == none
+    high = prompt_tokens(reasoning_effort="high")
+    assert high > none
+    given = {"reasoning_effort": "a much longer effort than high"}
+    assert prompt_tokens(reasoning_effort="high", chat_template_kwargs=given) > high
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("chat_template_kwargs", [1], "expected object or null, got array"),
+        ("chat_template_kwargs", {"messages": []}, "can't set 'messages', which the server does"),
+        ("chat_template_kwargs", {"a": 1, "tools": []}, "can't set 'tools'"),
+        ("reasoning_effort", "hgih", "must be one of none, minimal, low, .* not 'hgih'"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "tools are not supported"),
+    ],
+)
+def test_bad_values_are_refused_by_name(
+    server: RunningServer, field: str, value: object, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        server.openai().chat.completions.create(**chat(extra_body={field: value}))
+    assert field in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollamas_think_turns_it_on_and_off(server: RunningServer, stream: bool) -> None:
+    client = ollama.Client(host=server.url)
+
+    def asked(**fields: Any) -> tuple[str, str]:
+        ask: Any = client.chat
+        messages = [{"role": "user", "content": "hi"}]
+        answer = ask("thinks", messages, stream=stream, options={"temperature": 0}, **fields)
+        parts = list(answer) if stream else [answer]
+        thinking = "".join(part.message.thinking or "" for part in parts)
+        return thinking, "".join(part.message.content or "" for part in parts)
+
+    assert asked() == asked(think=True) == asked(think="high") == ("Hm", "Yes")
+    assert asked(think=False) == ("", "Yes")
+    whole = client.generate("thinks", "hi", think=True, options={"temperature": 0})
+    assert (whole.thinking, whole.response) == ("Hm", "Yes")
+
+
+def test_ollamas_clients_are_told_that_it_thinks(server: RunningServer) -> None:
+    shown = ollama.Client(host=server.url).show("thinks")
+    assert shown.capabilities == ["completion", "insert", "thinking"]
+
+
+def test_an_unknown_effort_is_refused_by_ollamas_name(server: RunningServer) -> None:
+    body = {"model": "thinks", "messages": [{"role": "user", "content": "hi"}], "think": "hgih"}
+    response = server.post("/api/chat", body)
+    assert response.status_code == 400
+    assert response.json()["error"].startswith("think must be one of")
