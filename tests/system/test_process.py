@@ -9,7 +9,12 @@ import threading
 
 import pytest
 
-from midfill.system.process import ended_by_sigterm, ends_held_back, start_in_background
+from midfill.system.process import (
+    ended_by_sigterm,
+    ends_blocked,
+    ends_held_back,
+    start_in_background,
+)
 
 
 def test_the_work_is_done_on_a_thread_of_that_name() -> None:
@@ -133,3 +138,25 @@ def test_what_would_end_the_process_waits_for_the_end_of_the_block(
     finally:
         signal.signal(signal.SIGINT, before)
     assert reached == [number]
+
+
+IGNORES = """
+import signal
+from midfill.system.process import ignore_ends
+
+input()  # until it has been signalled
+assert {signal.SIGINT, signal.SIGTERM} <= signal.sigpending()
+ignore_ends()
+signal.raise_signal(signal.SIGTERM)
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+
+
+def test_a_process_that_is_started_with_ends_blocked_never_ends_by_them() -> None:
+    with ends_blocked():
+        process = subprocess.Popen([sys.executable, "-c", IGNORES], stdin=subprocess.PIPE)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0

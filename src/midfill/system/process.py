@@ -44,6 +44,35 @@ def ends_held_back() -> Iterator[None]:
             signal.raise_signal(held[0])
 
 
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def ends_blocked() -> Iterator[None]:
+    """Start processes for which SIGTERM and Ctrl-C wait until they call ``ignore_ends``.
+
+    Supervisors and terminals signal all of a server's processes at once, one that has begun to
+    load its libraries, too. A blocked signal stays blocked in a new process, while a handler can be
+    set only after some time. This process gets what arrives at the block's end.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows has neither
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_ends() -> None:
+    """Ignore SIGTERM and Ctrl-C, those as well that have waited; another process ends this one."""
+    for number in _ENDS:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
+
+
 _NICENESS = 10
 
 

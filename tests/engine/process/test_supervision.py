@@ -1,5 +1,8 @@
 """EngineProcess: one that was started ahead; Watchdog: an engine that is silent for long hangs."""
 
+import asyncio
+import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -8,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import is_running, wait_for
 
+from midfill.engine.messages import FromEngine, Loading
 from midfill.engine.process.supervision import EngineProcess, Watchdog, describe_exit
 from midfill.errors import MidfillError
 
@@ -22,6 +26,28 @@ def test_a_process_that_was_started_in_vain_leaves_nothing(
     process.discard()
     wait_for(lambda: not is_running(process.process_id))
     assert not list(tmp_path.iterdir())
+
+
+def test_signals_to_a_process_that_has_just_begun_leave_its_end_to_the_server() -> None:
+    """Supervisors and terminals signal all of a server's processes."""
+    process = EngineProcess.spawn()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.process_id, number)
+
+    async def first_message() -> FromEngine | None:
+        async for message in process.received():
+            return message
+        return None
+
+    async def started() -> FromEngine | None:
+        message = await first_message()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(process.process_id, number)
+        await process.close()
+        return message
+
+    assert isinstance(asyncio.run(started()), Loading)
+    assert process.exit_status == 0  # of a process whose input has ended
 
 
 def test_one_that_cant_be_started_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

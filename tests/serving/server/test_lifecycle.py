@@ -146,6 +146,28 @@ def test_one_that_is_ended_while_it_loads_leaves_nothing(tiny_folder: Path, tmp_
     assert not list(tmp_path.iterdir())
 
 
+ENDED_EARLY = """
+import os, signal, sys
+
+class EndsIt:
+    def find_spec(self, name, path=None, target=None):
+        if name == f"midfill.cli.{sys.argv[1]}" or name == "midfill.cli.app":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, EndsIt())
+from midfill.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway"])
+def test_one_that_is_ended_before_its_command_is_loaded_says_so(command: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDED_EARLY, command], capture_output=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, b"", b"")
+
+
 def test_clients_can_connect_when_the_server_says_it_is_ready(tiny_folder: Path) -> None:
     class EnoughError(Exception):
         pass

@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from midfill.engine.process.output_buffer import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.system.logs import configure_logs
-from midfill.system.process import freeze_objects, without_collections
+from midfill.system.process import freeze_objects, ignore_ends, without_collections
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ def main(address: str) -> NoReturn:
     """Load the model and run the engine; exit with status 1 if the model can't be loaded."""
     # Ctrl-C and many supervisors signal all of a server's processes: this one ends when its server
     # closes its input, so that answers in progress may end before.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_ends()
     faulthandler.enable()  # a crash, or the server's SIGABRT, tells where each thread was
     _volunteer_for_memory_kill()
     end = _End()

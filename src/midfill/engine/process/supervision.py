@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from midfill.engine import messages
 from midfill.errors import MidfillError
+from midfill.system.process import ends_blocked
 from midfill.system.python_child import python_command, python_environment
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
@@ -71,11 +72,12 @@ class EngineProcess:
             for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
                 socket.setsockopt(option, 0)
             address, key = _bind(socket, folder)
-            child = subprocess.Popen(
-                python_command("-m", "midfill.engine.process.main", address),
-                stdin=subprocess.PIPE,
-                env=python_environment(os.environ | {messages.KEY_VARIABLE: key}),
-            )
+            with ends_blocked():
+                child = subprocess.Popen(
+                    python_command("-m", "midfill.engine.process.main", address),
+                    stdin=subprocess.PIPE,
+                    env=python_environment(os.environ | {messages.KEY_VARIABLE: key}),
+                )
         except BaseException:
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
