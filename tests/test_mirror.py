@@ -155,6 +155,7 @@ TESTED_THROUGH = {
         "serving/server/batch/upload",
         "serving/server/batch/worker",
     ),
+    "serving/server/dialects/test_openai.py": ("serving/server/dialects/logprobs",),
     "serving/server/test_service.py": (
         "serving/server/dialects/dialect",
         "serving/server/dialects/llama_cpp_model",

@@ -30,7 +30,11 @@ const charts = PANELS.map((panel, index) => new Chart(panel, index, (age) => {
 const now = (): number => Date.now() / 1000; // goes on while the machine sleeps
 
 function draw(): void {
-  for (const chart of charts) chart.draw(moments, pointed);
+  PANELS.forEach(({ applies }, index) => {
+    const chart = charts[index]!;
+    chart.element.hidden = applies !== undefined && !applies(history);
+    if (!chart.element.hidden) chart.draw(moments, pointed);
+  });
 }
 
 function add(time: number, metrics: Metrics): void {

@@ -17,6 +17,8 @@ export interface Panel {
   empty: string;
   /** Top of the chart, if it is known. */
   most?: number;
+  /** Whether the server has what the panel is about; each has it if this is left out. */
+  applies?: (history: History) => boolean;
   lines: Line[];
 }
 
@@ -36,10 +38,15 @@ function percentiles(metric: string): Line[] {
   ];
 }
 
-function share(history: History, ...parts: string[]): number | undefined {
-  const whole = history.now("kv_slots");
-  const sum = parts.reduce((known, part) => known + (history.now(part) ?? 0), 0);
-  return whole ? sum / whole : undefined;
+/** Return a gauge as a share of another. */
+function share(history: History, part: string, whole: string): number | undefined {
+  const [some = 0, all] = [history.now(part), history.now(whole)];
+  return all ? some / all : undefined;
+}
+
+/** Return whether the model is a hybrid. */
+function hasStates(history: History): boolean {
+  return (history.now("states") ?? 0) > 0;
 }
 
 /** A column of the table of tenants. */
@@ -130,13 +137,42 @@ export const PANELS: readonly Panel[] = [
       {
         name: "cached",
         kind: "first",
-        value: (history) => share(history, "kv_slots_cached"),
+        value: (history) => share(history, "kv_slots_cached", "kv_slots"),
       },
       {
         name: "in use",
         kind: "second",
         value: (history) => history.now("kv_cache_usage_perc"),
       },
+    ],
+  },
+  {
+    title: "States",
+    empty: "Not read yet.",
+    format: percent,
+    most: 1,
+    applies: hasStates,
+    lines: [
+      {
+        name: "snapshots",
+        kind: "first",
+        value: (history) => share(history, "state_snapshots", "states"),
+      },
+      {
+        name: "in use",
+        kind: "second",
+        value: (history) => share(history, "states_used", "states"),
+      },
+    ],
+  },
+  {
+    title: "Snapshots of states",
+    empty: "No rate yet: it takes two readings, two seconds apart.",
+    format: perSecond,
+    applies: hasStates,
+    lines: [
+      { name: "reused", kind: "first", value: (history) => history.rate("state_snapshots_reused_total") },
+      { name: "evicted", kind: "second", value: (history) => history.rate("state_snapshots_evicted_total") },
     ],
   },
   {

@@ -17,7 +17,7 @@ class Engine:
     restarts = queued_tokens = 0
 
     def __init__(self) -> None:
-        self.stats = EngineStats(slots_total=100, steps=7)
+        self.stats = EngineStats(slots_total=100, steps=7, states_total=4)
         generated = {"a": 1, "b": 2}
         self.tenants = {
             name: TenantStats(generated_tokens=tokens) for name, tokens in generated.items()

@@ -22,7 +22,8 @@ _NAMES = (
     "request_success_total", "num_requests_running", "num_requests_waiting",
     "num_requests_background", "prefix_cache_queries_total", "prefix_cache_hits_total",
     "kv_slots", "kv_slots_cached", "kv_cache_usage_perc", "generation_tokens_total",
-    "computed_tokens_total", "steps_total", "busy_seconds_total",
+    "computed_tokens_total", "steps_total", "busy_seconds_total", "states", "states_used",
+    "state_snapshots", "state_snapshots_reused_total", "state_snapshots_evicted_total",
 )  # fmt: skip
 _BOUNDS = (*map(repr, SECONDS), "+Inf")
 

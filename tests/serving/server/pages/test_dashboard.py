@@ -110,6 +110,26 @@ def test_percentiles_and_shares_are_of_what_is_new(
         wait_for_legend(dashboard, "Prompt tokens from the cache", found)
 
 
+def test_states_are_shown_of_models_that_have_them(
+    opened: Callable[..., OpenedPage], server: RunningServer
+) -> None:
+    dashboard = opened(server.url)
+    dashboard.wait_until("document.querySelector('#facts').textContent !== ''")
+    titles = dashboard.page.locator("h2", has_text=re.compile("states", re.IGNORECASE))
+    assert titles.count() == 2
+    assert not any(title.is_visible() for title in titles.all())
+    gauges = {"states": 8, "states_used": 2, "state_snapshots": 4}
+    counters = {"state_snapshots_reused_total": 3, "state_snapshots_evicted_total": 0}
+    numbers = (gauges | counters).items()
+    body = "\n".join(f'midfill:{name}{{model_name="m"}} {number}.0' for name, number in numbers)
+    dashboard.page.route("**/metrics/history", lambda route: route.fulfill(body=NO_HISTORY))
+    dashboard.page.route("**/metrics", lambda route: route.fulfill(body=body + "\n"))
+    dashboard.page.reload()
+    wait_for_legend(dashboard, "States", "50% snapshots25% in use")
+    wait_for_legend(dashboard, "Snapshots of states", "0/s reused0/s evicted")
+    assert all(title.is_visible() for title in titles.all())
+
+
 def recorded(samples: list[tuple[float, int, int]]) -> str:
     """A server's history: age, prompt tokens and cached ones."""
     names = ("kv_slots", "prefix_cache_queries_total", "prefix_cache_hits_total")
