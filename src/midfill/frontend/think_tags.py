@@ -58,8 +58,8 @@ class ThinkParser:
 
     def push(self, event: Event) -> tuple[Piece, ...]:
         """Take the next part of the answer; return what it adds."""
-        spelled = self._spelled and isinstance(event, str)
-        events = self._split(event) if spelled and isinstance(event, str) else [event]
+        finds = self._spelled and self._part != "content"
+        events = self._split(event) if finds and isinstance(event, str) else [event]
         pieces = [piece for each in events for piece in self._read(each)]
         if self._part == "content" and self._partial:  # no tag counts any more
             pieces += self._add("content", self._partial)
@@ -79,7 +79,8 @@ class ThinkParser:
 
     def _split(self, text: str) -> list[Event]:
         """Return a text with its tags as markers, without a tag's beginning at its end."""
-        text, events, copied = self._partial + text, list[Event](), 0
+        events: list[Event] = []
+        text, copied = self._partial + text, 0
         for match in self._pattern.finditer(text):
             events += [text[copied : match.start()], self._markers[match.group()]]
             copied = match.end()

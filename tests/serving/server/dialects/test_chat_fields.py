@@ -96,8 +96,8 @@ def test_template_arguments_reach_the_template_as_text(server: RunningServer) ->
     ("field", "value", "message"),
     [
         ("chat_template_kwargs", [1], "expected object or null, got array"),
-        ("chat_template_kwargs", {"messages": []}, "can't set 'messages', which the server does"),
-        ("chat_template_kwargs", {"a": 1, "tools": []}, "can't set 'tools'"),
+        ("chat_template_kwargs", {"messages": []}, "can't hold 'messages': the server sets it"),
+        ("chat_template_kwargs", {"a": 1, "tools": []}, "can't hold 'tools'"),
         ("reasoning_effort", "hgih", "must be one of none, minimal, low, .* not 'hgih'"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools are not supported"),
     ],

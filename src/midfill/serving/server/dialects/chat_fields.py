@@ -88,6 +88,6 @@ def check_template_kwargs(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     field = "chat_template_kwargs"
     for name in sorted(_OWN_NAMES.intersection(given or ())):
         raise InvalidRequestError(
-            f"{field} can't set {name!r}, which the server does from the request", param=field
+            f"{field} can't hold {name!r}: the server sets it itself", param=field
         )
     return given or {}
