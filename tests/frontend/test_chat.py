@@ -214,3 +214,13 @@ def test_the_names_that_a_template_reads_are_known(tokenizer: Tokenizer) -> None
     assert template(tokenizer, source).names == {"a", "b", "d"}
     assert template(tokenizer, "{{ 10 ** (10 ** 10) }}").names == set()  # not computed for it
     assert template(tokenizer, "{% if %}").names == set()
+
+
+def test_what_a_template_marks_for_training_is_rendered(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.role }}: {% endif %}"
+        "{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Hi."}]
+    assert template(tokenizer, source).render(messages) == "user: Hi."

@@ -65,9 +65,9 @@ class HarmonyFormat:
 
     def channels(self, prompt: Sequence[int]) -> AnswerChannels | None:
         """Return what reads the answers to a prompt; None if no message is begun there."""
+        starts = {each for each, marker in self.markers.items() if marker is Marker.START}
         after = range(len(prompt) - 1, -1, -1)
-        is_start = (self.markers.get(prompt[place]) is Marker.START for place in after)
-        last = next((place for place, start in zip(after, is_start, strict=True) if start), None)
+        last = next((place for place in after if prompt[place] in starts), None)
         if last is None:
             return None
         opening: list[Event] = []

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, ClassVar, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_SECONDS = 1.0
@@ -118,10 +119,21 @@ def describe(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+class _Generation(Extension):
+    """``{% generation %}``, with which templates mark for training what a model is to write."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what the block holds: a prompt is the same without it."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
