@@ -85,8 +85,7 @@ class PromptEncoder:
             ``encode_all`` is encoded as the first one.
 
     Attributes:
-        context: the same.
-        format: the same.
+        context, format: the same.
         window: the rule for requests that bring none.
         snippet_characters: likewise.
         raw_bos: the token that raw prompts begin with, or None.
@@ -434,7 +433,8 @@ class PromptEncoder:
         check(count_characters([*messages, fields]))
         ids = self._chat.encode(messages, tenant, check, fields)
         self._limit.check_tokens(len(ids), "messages")
-        return Prompt(ids, "", channels=self.answer_format and self.answer_format.channels(ids))
+        format = self.answer_format
+        return Prompt(ids, "", channels=None if format is None else format.channels(ids))
 
 
 def fim_format(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, BinaryIO, ClassVar, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -122,7 +122,7 @@ def describe(error: Exception) -> str:
 class _Generation(Extension):
     """``{% generation %}``, with which templates mark for training what a model is to write."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return what the block holds: a prompt is the same without it."""
