@@ -250,6 +250,46 @@ class DeltaRule(StateLayers):
         return self.inner + self.mixed + 2 * self.heads
 
 
+STREAMS = 4
+"""Streams of a hidden row with ``AltUp``; the first one is what layers compute with."""
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """Hidden rows of four streams, and a token's embeddings for each layer (Gemma 3n).
+
+    Sources: alternating updates, Baykal et al. 2023, arXiv 2301.13310; the learned augmented
+    residual (LAuReL), Menghani, Kumar and Kumar 2024, arXiv 2411.07501; the rest as transformers'
+    ``modeling_gemma3n`` computes it. Norms are RMSNorms.
+
+    A text's first rows are h_0 = the token's embedding and h_s = U_s h_0 of the same length. With
+    r(x) = tanh(R norm(x) / hidden), of four numbers, a layer computes
+
+        p_s = h_s + sum_i P[s, i] h_i           with the 16 numbers P = W_P r(h_0),
+        n = norm(p_0),
+        a = (p_0 + norm(attention(n)) + n + norm(W_right W_left n)) / sqrt(2),
+        m = a + norm(MLP(norm(a))),
+        h_s = p_s + (1 + (W_C r(m))_s) (m - p_0),
+
+    and adds norm(W_out (act(W_gate (scale * h_0)) * e)) to all of them but h_0. For each layer, e
+    is (norm(W_e h_0 / sqrt(hidden)) + the token's embedding for that layer) / sqrt(2), of the h_0
+    that the text began with. After the last layer, the streams are projected back, brought to the
+    length of h_0, and averaged.
+
+    So that layers need nothing else of a token, a row is as wide as all four streams and all e
+    together, in this order (``ModelConfig.row_width``).
+
+    Attributes:
+        laurel_rank: rows of W_left.
+        layer_width: numbers of e in each layer.
+        layer_vocab: tokens that have embeddings for layers; others have those of token 0.
+    """
+
+    laurel_rank: int
+    layer_width: int
+    layer_vocab: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder with grouped-query attention and rotary positions.
@@ -289,6 +329,15 @@ class ModelConfig:
         latent: multi-head latent attention in the place of grouped-query attention; None for other
             models.
         state_space: what some layers have instead of attention; None for other models.
+        kv_sharing_layers: how many of the last layers compute queries alone. They attend to K and V
+            of the last layer before them that sees as much as they do, and keep none.
+        value_norms: RMSNorm, without weights, of each value head.
+        gate_cutoffs: for each layer, by how many standard deviations above the mean of all gates of
+            its MLP a gate must be to count; what it has above that is activated. None where all
+            count; empty if that is so for all layers. (Statistical top-k, You et al. 2025, arXiv
+            2506.06644.)
+        logits_cap: logits are cap * tanh(logits / cap); None leaves them as they are.
+        altup: hidden rows of several streams; None for other models.
         eos_token_ids, bos_token_id: as stated by the checkpoint.
     """
 
@@ -330,6 +379,11 @@ class ModelConfig:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     state_space: StateLayers | None = None
+    kv_sharing_layers: int = 0
+    value_norms: bool = False
+    gate_cutoffs: tuple[float | None, ...] = ()
+    logits_cap: float | None = None
+    altup: AltUp | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -397,8 +451,41 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers with attention, which are those that keep KV, ascending."""
+        """The layers with attention, ascending."""
         return tuple(i for i in range(self.layers) if self.state_space_of(i) is None)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep KV, ascending."""
+        return tuple(i for i in self.attention_layers if not self.shares_kv(i))
+
+    def shares_kv(self, layer: int) -> bool:
+        """Return whether a layer attends to the K and V of another one, and has none."""
+        return layer >= self.layers - self.kv_sharing_layers
+
+    def kv_layer_of(self, layer: int) -> int:
+        """Return the layer whose K and V a layer with attention attends to, its own usually.
+
+        Raises:
+            ValueError: it shares K and V, and no layer that keeps some sees as much as it does.
+        """
+        if not self.shares_kv(layer):
+            return layer
+        for source in reversed(self.kv_layers):
+            if self.window_of(source) == self.window_of(layer):
+                return source
+        raise ValueError(f"no layer that keeps KV sees as much as layer {layer}")
+
+    def gate_cutoff_of(self, layer: int) -> float | None:
+        """Return ``gate_cutoffs`` of one layer."""
+        return self.gate_cutoffs[layer] if self.gate_cutoffs else None
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a hidden row as it goes from layer to layer."""
+        if self.altup is None:
+            return self.hidden
+        return STREAMS * self.hidden + self.layers * self.altup.layer_width
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer's rotary embedding has the base of windowed layers."""
@@ -419,6 +506,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         for name, shape in _layer_shapes(config, layer).items():
             shapes[f"layers.{layer}.{name}"] = shape
     shapes.update(_norm_shapes(config, "final_norm"))
+    if config.altup is not None:
+        shapes.update(_stream_shapes(config, config.altup))
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
     return shapes
@@ -428,7 +517,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     space = config.state_space_of(layer)
     shapes = {
         **(_norm_shapes(config, "attn_norm") if config.pre_norms else {}),
-        **(_attention_shapes(config) if space is None else _state_shapes(config, space)),
+        **(_attention_shapes(config, layer) if space is None else _state_shapes(config, space)),
         **(_norm_shapes(config, "mlp_norm") if config.pre_norms else {}),
     }
     experts = config.experts_of(layer)
@@ -441,23 +530,65 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes.update(_norm_shapes(config, "mlp_post_norm"))
     if (config.qk_norm or config.joint_qk_norm) and space is None:
         shapes["q_norm.weight"] = (config.q_norm_size,)
-        shapes["k_norm.weight"] = (config.k_norm_size,)
+        if not config.shares_kv(layer):
+            shapes["k_norm.weight"] = (config.k_norm_size,)
+    if config.altup is not None:
+        shapes.update(_altup_shapes(config, config.altup))
     return shapes
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
+def _stream_shapes(config: ModelConfig, altup: AltUp) -> dict[str, Shape]:
+    """Return what a model with streams has beside its layers."""
+    hidden, embedded = config.hidden, config.layers * altup.layer_width
+    shapes: dict[str, Shape] = {
+        "layer_embed.weight": (altup.layer_vocab, embedded),
+        "layer_project.weight": (embedded, hidden),
+        "layer_project_norm.weight": (altup.layer_width,),
+    }
+    for stream in range(STREAMS - 1):
+        shapes[f"altup_proj.{stream}.weight"] = (hidden, hidden)
+        shapes[f"altup_unembed.{stream}.weight"] = (hidden, hidden)
+    return shapes
+
+
+def _altup_shapes(config: ModelConfig, altup: AltUp) -> dict[str, Shape]:
+    """Return what each of its layers has beside attention and an MLP."""
+    hidden, rank, width = config.hidden, altup.laurel_rank, altup.layer_width
+    return {
+        "altup_router.weight": (STREAMS, hidden),
+        "altup_router_norm.weight": (hidden,),
+        "altup_predict.weight": (STREAMS * STREAMS, STREAMS),
+        "altup_correct.weight": (STREAMS, STREAMS),
+        "altup.correct_output_scale": (hidden,),
+        "laurel_left.weight": (rank, hidden),
+        "laurel_right.weight": (hidden, rank),
+        "laurel_norm.weight": (hidden,),
+        "layer_gate.weight": (width, hidden),
+        "layer_out.weight": (hidden, width),
+        "layer_norm.weight": (hidden,),
+    }
+
+
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.latent is not None:
         return _latent_shapes(config, config.latent)
     query = config.query_heads * config.head_dim
-    key = config.kv_heads * config.head_dim
     others: dict[str, Shape] = {"attn.sinks": (config.query_heads,)} if config.sinks else {}
     if config.gated_attention:
         others["q_gate.weight"] = (query, config.hidden)
     return others | {
         **_linear_shapes("q", query, config.hidden, config.qkv_bias),
+        **({} if config.shares_kv(layer) else _key_shapes(config)),
+        **_linear_shapes("o", config.hidden, query, config.output_bias),
+    }
+
+
+def _key_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return what computes keys and values."""
+    key = config.kv_heads * config.head_dim
+    return {
         **_linear_shapes("k", key, config.hidden, config.qkv_bias),
         **_linear_shapes("v", key, config.hidden, config.qkv_bias),
-        **_linear_shapes("o", config.hidden, query, config.output_bias),
     }
 
 

@@ -403,7 +403,7 @@ class _Stack:
 
 def _decoder_config(config: ModelConfig) -> DecoderConfig:
     return DecoderConfig(
-        layers=len(config.attention_layers),
+        layers=len(config.kv_layers),
         hidden=config.hidden,
         query_heads=config.query_heads,
         kv_heads=config.kv_heads,

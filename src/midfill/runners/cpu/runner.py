@@ -64,7 +64,7 @@ DEFAULT_STATES = 16
 def slot_bytes(config: ModelConfig, kv_cache_dtype: KVCacheDtype) -> int:
     """Return the bytes of one token's K and V in all layers that keep any."""
     entry = entry_bytes(kv_cache_dtype, config.head_dim)
-    return len(config.attention_layers) * config.kv_heads * config.vectors_per_cell * entry
+    return len(config.kv_layers) * config.kv_heads * config.vectors_per_cell * entry
 
 
 def choose_kv_cache_dtype(
@@ -152,7 +152,7 @@ class CpuRunner:
         self.config, self.model, self.kv_cache_dtype = config, model, kv_cache_dtype
         amx = choose_amx()
         self._pool = ThreadPool(threads or available_threads())
-        entries = len(self.config.attention_layers) * self.config.kv_heads * slots
+        entries = len(self.config.kv_layers) * self.config.kv_heads * slots
         if self.config.vectors_per_cell == 1:
             keys, scales = allocate_kv(self.kv_cache_dtype, entries, self.config.head_dim)
             self._kv_cache = KVCache(keys, keys, scales, scales)

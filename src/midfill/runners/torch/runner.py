@@ -142,7 +142,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the tokens' embeddings: hidden rows [rows, hidden], on the runner's device."""
+        """Return the tokens' embeddings: hidden rows [rows, row_width], on the runner's device."""
         return self.decoder.embed(batch)
 
     @torch.inference_mode()

@@ -61,7 +61,7 @@ class ComparedModel:
     def kv_values_per_token(self) -> int:
         """Values of K and V per token of context."""
         config = self.checkpoint.config
-        layers = len(config.attention_layers)
+        layers = len(config.kv_layers)
         return config.vectors_per_cell * layers * config.kv_heads * config.head_dim
 
     @cached_property
