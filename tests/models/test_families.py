@@ -755,7 +755,7 @@ class TestGguf:
         [
             (
                 {"general.architecture": "gemma2"},
-                "'gemma2' is not supported; midfill runs deepseek2, gemma, gemma3, gpt-oss, ",
+                "'gemma2' is not supported; midfill runs deepseek2, gemma, gemma3, gemma3n, ",
             ),
             ({"general.architecture": "mistral"}, "'mistral' is not supported"),
             ({"general.architecture": None}, "'general.architecture' is missing"),

@@ -269,7 +269,15 @@ class CpuRunner:
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """See ``Runner.forward``."""
-        self._run(batch, None, Stages(True, 0, self.config.layers, True))
+        layers = self.config.layers
+        if not batch.needs_only_outputs(self.config):
+            self._run(batch, None, Stages(True, 0, layers, True))
+            return self._logits(len(batch.logit_rows))
+        last = layers - self.config.kv_sharing_layers
+        self._run(batch, None, Stages(True, 0, last, False))
+        if len(batch.logit_rows):
+            hidden = self._memory.hidden[batch.logit_rows]
+            self._run(batch.only_outputs(), hidden, Stages(False, last, layers, True))
         return self._logits(len(batch.logit_rows))
 
     def argmax_tokens(self, logits: Float32Array) -> list[int]:

@@ -4,12 +4,14 @@ That they are the right ones is compared with transformers in tests/runners.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from packed_steps import Sequence, Stepper
 from tiny_checkpoints import VOCAB, write_variant
 
+from midfill.kernels.cpu.decoder_data import Stages
 from midfill.kernels.cpu.row_blocks import MAX_BLOCK_ROWS
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -83,3 +85,26 @@ def test_layers_that_share_kv_have_no_memory_for_it(
     kept = 3 * SLOTS * config.kv_heads * config.head_dim * 2 * 4  # of five layers
     assert [runner.kv_bytes for runner in runners] == [kept] * 3
     assert torch_runner(checkpoint, slots=SLOTS).kv_bytes == kept
+
+
+def test_rows_without_logits_stop_before_layers_that_keep_no_kv(
+    runners: list[CpuRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runners[1]
+    stepper = Stepper(runner)
+    sequences = [Sequence(TOKENS[:50]), Sequence(TOKENS[50:90]), Sequence(TOKENS[90:])]
+    whole = stepper.pack([(sequence, sequence.remaining) for sequence in sequences])
+    expected = runner.forward(whole).copy()
+    ran = []
+    run = runner._run
+
+    def noted(batch: ForwardBatch, hidden: np.ndarray | None, stages: Stages) -> None:
+        ran.append((batch.rows, stages.first_layer, stages.end_layer))
+        run(batch, hidden, stages)
+
+    monkeypatch.setattr(runner, "_run", noted)
+    wanted = np.array([3, 49, 95], np.int32)  # of the first request and the last
+    found = runner.forward(replace(whole, logit_rows=wanted))
+    np.testing.assert_array_equal(found, expected[wanted])
+    assert len(runner.forward(replace(whole, logit_rows=wanted[:0]))) == 0
+    assert ran == [(96, 0, 3), (3, 3, 5), (96, 0, 3)]
