@@ -10,9 +10,9 @@ import pytest
 from tiny_checkpoints import DELTA_RULE, VARIANTS, write_variant
 
 from midfill.errors import CheckpointError
+from midfill.models.altup import AltUp
 from midfill.models.checkpoints.huggingface import SafetensorsFile, split_stacked
 from midfill.models.config import (
-    AltUp,
     DeltaRule,
     ModelConfig,
     RopeScaling,

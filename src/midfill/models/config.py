@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
+from midfill.models.altup import STREAMS, AltUp
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
 RopeScalingKind = Literal["none", "linear", "dynamic", "yarn", "llama3", "factors"]
@@ -250,46 +252,6 @@ class DeltaRule(StateLayers):
         return self.inner + self.mixed + 2 * self.heads
 
 
-STREAMS = 4
-"""Streams of a hidden row with ``AltUp``; the first one is what layers compute with."""
-
-
-@dataclass(frozen=True)
-class AltUp:
-    """Hidden rows of four streams, and a token's embeddings for each layer (Gemma 3n).
-
-    Sources: alternating updates, Baykal et al. 2023, arXiv 2301.13310; the learned augmented
-    residual (LAuReL), Menghani, Kumar and Kumar 2024, arXiv 2411.07501; the rest as transformers'
-    ``modeling_gemma3n`` computes it. Norms are RMSNorms.
-
-    A text's first rows are h_0 = the token's embedding and h_s = U_s h_0 of the same length. With
-    r(x) = tanh(R norm(x) / hidden), of four numbers, a layer computes
-
-        p_s = h_s + sum_i P[s, i] h_i           with the 16 numbers P = W_P r(h_0),
-        n = norm(p_0),
-        a = (p_0 + norm(attention(n)) + n + norm(W_right W_left n)) / sqrt(2),
-        m = a + norm(MLP(norm(a))),
-        h_s = p_s + (1 + (W_C r(m))_s) (m - p_0),
-
-    and adds norm(W_out (act(W_gate (scale * h_0)) * e)) to all of them but h_0. For each layer, e
-    is (norm(W_e h_0 / sqrt(hidden)) + the token's embedding for that layer) / sqrt(2), of the h_0
-    that the text began with. After the last layer, the streams are projected back, brought to the
-    length of h_0, and averaged.
-
-    So that layers need nothing else of a token, a row is as wide as all four streams and all e
-    together, in this order (``ModelConfig.row_width``).
-
-    Attributes:
-        laurel_rank: rows of W_left.
-        layer_width: numbers of e in each layer.
-        layer_vocab: tokens that have embeddings for layers; others have those of token 0.
-    """
-
-    laurel_rank: int
-    layer_width: int
-    layer_vocab: int
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder with grouped-query attention and rotary positions.
@@ -507,7 +469,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
             shapes[f"layers.{layer}.{name}"] = shape
     shapes.update(_norm_shapes(config, "final_norm"))
     if config.altup is not None:
-        shapes.update(_stream_shapes(config, config.altup))
+        shapes.update(config.altup.outer_shapes(config.hidden, config.layers))
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
     return shapes
@@ -533,40 +495,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         if not config.shares_kv(layer):
             shapes["k_norm.weight"] = (config.k_norm_size,)
     if config.altup is not None:
-        shapes.update(_altup_shapes(config, config.altup))
+        shapes.update(config.altup.layer_shapes(config.hidden))
     return shapes
-
-
-def _stream_shapes(config: ModelConfig, altup: AltUp) -> dict[str, Shape]:
-    """Return what a model with streams has beside its layers."""
-    hidden, embedded = config.hidden, config.layers * altup.layer_width
-    shapes: dict[str, Shape] = {
-        "layer_embed.weight": (altup.layer_vocab, embedded),
-        "layer_project.weight": (embedded, hidden),
-        "layer_project_norm.weight": (altup.layer_width,),
-    }
-    for stream in range(STREAMS - 1):
-        shapes[f"altup_proj.{stream}.weight"] = (hidden, hidden)
-        shapes[f"altup_unembed.{stream}.weight"] = (hidden, hidden)
-    return shapes
-
-
-def _altup_shapes(config: ModelConfig, altup: AltUp) -> dict[str, Shape]:
-    """Return what each of its layers has beside attention and an MLP."""
-    hidden, rank, width = config.hidden, altup.laurel_rank, altup.layer_width
-    return {
-        "altup_router.weight": (STREAMS, hidden),
-        "altup_router_norm.weight": (hidden,),
-        "altup_predict.weight": (STREAMS * STREAMS, STREAMS),
-        "altup_correct.weight": (STREAMS, STREAMS),
-        "altup.correct_output_scale": (hidden,),
-        "laurel_left.weight": (rank, hidden),
-        "laurel_right.weight": (hidden, rank),
-        "laurel_norm.weight": (hidden,),
-        "layer_gate.weight": (width, hidden),
-        "layer_out.weight": (hidden, width),
-        "layer_norm.weight": (hidden,),
-    }
 
 
 def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:

@@ -1,6 +1,6 @@
 """Gemma 3n's text models: streams of hidden rows, and embeddings for each layer beside the usual.
 
-What Gemma 3 doesn't have is described where it is configured: ``config.AltUp``, and
+What Gemma 3 doesn't have is described where it is configured: ``altup.AltUp``, and
 ``ModelConfig.kv_sharing_layers``, ``value_norms``, ``gate_cutoffs`` and ``logits_cap``. Norms
 multiply by their weights, every fifth layer sees everything, and scores aren't scaled, since
 queries and keys are normed.
@@ -16,7 +16,8 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from midfill.models import gguf_config, huggingface_config
-from midfill.models.config import STREAMS, AltUp, ModelConfig
+from midfill.models.altup import STREAMS, AltUp
+from midfill.models.config import ModelConfig
 from midfill.models.family import ConfigFields, Family, Shapes
 from midfill.models.gemma3 import MODULES, read_global_theta, read_local_theta
 

@@ -23,7 +23,7 @@ and in the place of the last line, where it has a mixture of experts:
     layers.{i}.router.weight|bias           layers.{i}.experts.{e}.{gate,up,down}.weight|bias
     layers.{i}.shared_router.weight         layers.{i}.shared.{gate,up,down}.weight
 
-and with streams of hidden rows (``config.AltUp``):
+and with streams of hidden rows (``altup.AltUp``):
 
     layer_embed.weight  layer_project.weight  layer_project_norm.weight
     altup_proj.{s}.weight                     altup_unembed.{s}.weight

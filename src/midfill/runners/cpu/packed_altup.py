@@ -12,7 +12,8 @@ from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
-from midfill.models.config import STREAMS, AltUp, ModelConfig
+from midfill.models.altup import STREAMS, AltUp
+from midfill.models.config import ModelConfig
 from midfill.runners.cpu.packed_matrices import Arrays, packed_matrix, rms_norm
 from midfill.stored_tensor import StoredTensor
 

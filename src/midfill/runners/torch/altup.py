@@ -1,4 +1,4 @@
-"""Hidden rows of several streams in torch; see ``models.config.AltUp`` for the equations.
+"""Hidden rows of several streams in torch; see ``models.altup.AltUp`` for the equations.
 
 A row is all four streams, then what each layer adds of the token's own embeddings.
 """
@@ -10,7 +10,7 @@ from math import sqrt
 import torch
 from torch.nn import functional
 
-from midfill.models.config import STREAMS, AltUp
+from midfill.models.altup import STREAMS, AltUp
 from midfill.runners.torch.weights import Affine, AltUpLayerWeights, AltUpWeights
 
 _LEAST_SQUARE = 1e-5

@@ -250,7 +250,7 @@ class Decoder:
         hidden: torch.Tensor,
         batch: PreparedBatch,
     ) -> torch.Tensor:
-        """Run a layer of a model with streams of hidden rows; see ``models.config.AltUp``."""
+        """Run a layer of a model with streams of hidden rows; see ``models.altup.AltUp``."""
         mlp, cutoff = layer.mlp, self.config.gate_cutoff_of(index)
         assert isinstance(mlp, MlpWeights)
         return run_layer(

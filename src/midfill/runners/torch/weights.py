@@ -6,9 +6,9 @@ from itertools import chain
 
 import torch
 
+from midfill.models.altup import STREAMS
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import (
-    STREAMS,
     DeltaRule,
     Experts,
     LatentAttention,
@@ -131,7 +131,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class AltUpLayerWeights:
-    """What one layer has for streams of hidden rows; see ``models.config.AltUp``.
+    """What one layer has for streams of hidden rows; see ``models.altup.AltUp``.
 
     Attributes:
         router_norm, router: of r: [hidden] and [STREAMS, hidden].

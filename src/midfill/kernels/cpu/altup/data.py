@@ -1,6 +1,6 @@
 """What the forward pass of models with streams of hidden rows takes beside what every decoder does.
 
-See ``models.config.AltUp`` for the equations.
+See ``models.altup.AltUp`` for the equations.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ MIXING = STREAMS + STREAMS * STREAMS
 
 
 class AltUpSizes(NamedTuple):
-    """Numbers of ``models.config.AltUp``, and what follows from them.
+    """Numbers of ``models.altup.AltUp``, and what follows from them.
 
     Attributes:
         hidden: of one stream.
