@@ -206,10 +206,11 @@ def _cutoffs_of_deviations(fields: ConfigFields, layers: int) -> tuple[float | N
     found = fields.get(key)
     if found is None:
         return _by_layer(min(_SPARSE_LAYERS, layers), layers)
-    is_known = isinstance(found, list) and len(found) == layers
-    if not is_known or not all(isinstance(n, float) and n < math.inf for n in found):
+    listed = found if isinstance(found, list) else []
+    numbers = [n for n in listed if isinstance(n, float) and n < math.inf]
+    if len(numbers) != layers or len(listed) != layers:
         raise fields.error(f"{key!r} must list {layers} numbers, one per layer")
-    return _unless_dense(n if n > -math.inf else None for n in found)
+    return _unless_dense(n if n > -math.inf else None for n in numbers)
 
 
 def _by_layer(sparse: int, layers: int) -> tuple[float | None, ...]:

@@ -292,7 +292,7 @@ class Decoder:
         q = _rotate(self._norm_heads(q, layer.q_norm), turns)
         self.observed[index] = q[batch.observed_rows]
         if shares:
-            attended = self.attend(index, q, None, None, batch).flatten(1)
+            attended = self._attend_written(index, q, batch).flatten(1)
         else:
             k, v = _rotate(self._norm_heads(own[0], layer.k_norm), turns), own[1]
             if config.value_norms:
@@ -372,37 +372,38 @@ class Decoder:
         return _linear(gated.to(hidden.dtype), output)
 
     def attend(
-        self,
-        index: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        batch: PreparedBatch,
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
     ) -> torch.Tensor:
         """Write K and V of a layer's rows to their slots, and let the rows attend to what they see.
 
         Args:
             index: the layer.
             q: [rows, query_heads, head_dim], rotated.
-            k, v: [rows, kv_heads, head_dim]; k rotated. None where the layer attends to those of
-                another one, which are written already.
+            k, v: [rows, kv_heads, head_dim]; k rotated.
             batch: from ``prepare``.
 
         Returns:
             [rows, query_heads, head_dim].
         """
-        cache = self.kv_cache
-        number = self._numbers[index]
-        keys, values = cache.keys[number], cache.values[number]
-        shown = (keys, values)
+        keys, values = self._shown(index, batch)
+        keys[batch.write_slots] = k
+        if v is not k:
+            values[batch.write_slots] = v
+        return self._attend_written(index, q, batch)
+
+    def _shown(self, index: int, batch: PreparedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V that a batch's slots name in a layer."""
+        cache, number = self.kv_cache, self._numbers[index]
         if batch.across_layers:
-            shown = (cache.keys.flatten(0, 1), cache.values.flatten(0, 1))
-        if k is not None:
-            shown[0][batch.write_slots] = k
-        if v is not None and v is not k:
-            shown[1][batch.write_slots] = v
+            return cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
+        return cache.keys[number], cache.values[number]
+
+    def _attend_written(self, index: int, q: torch.Tensor, batch: PreparedBatch) -> torch.Tensor:
+        """Let a layer's rows attend to what they see of K and V that are written."""
+        cache = self.kv_cache
         window, scale = self.config.window_of(index), self.config.score_scale
         sinks = self.weights.layers[index].sinks
+        shown = self._shown(index, batch)
         attended = attend(q, *shown, batch.attention, window, scale, sinks)
         for request in batch.planned:
             attended[request.rows] = attend_planned(

@@ -207,7 +207,7 @@ def mix_inputs(own: AltUpWeights, hidden: Float32Array, row: int, embedded: Floa
 
 
 @kernel
-def _mean_square(x: Float32Array, at: int, size: int) -> float:
+def _mean_square(x: Float32Array, at: int, size: int) -> Any:
     squares = splat(0.0)
     for k in range(at, at + size, LANES):
         value = load(x, k)
