@@ -100,7 +100,6 @@ TESTED_THROUGH = {
     "methods/store/test_cachegen.py": ("kernels/cpu/entropy/rans",),
     "methods/test_codecs.py": ("methods/store/cachegen_profile",),
     "models/test_families.py": (
-        "models/altup",
         "models/family",
         "models/gguf_config",
         "models/huggingface_config",

@@ -56,7 +56,8 @@ def altup_vectors(config: ModelConfig, tensor: Tensor) -> dict[str, Float32Array
         return np.concatenate([of(i, name).reshape(-1) for i in range(config.layers)])
 
     routers = [
-        of(i, "altup_router.weight") * (of(i, "altup_router_norm.weight") / config.hidden)
+        of(i, "altup_router.weight")
+        * (of(i, "altup_router_norm.weight") / np.float32(config.hidden))
         for i in range(config.layers)
     ]
     return {

@@ -50,7 +50,7 @@ def start_rows(
     looked_up = torch.where(tokens < altup.layer_vocab, tokens, 0)
     own = functional.embedding(looked_up, weights.layer_embed) * sqrt(altup.layer_width)
     projected = functional.linear(h, weights.layer_project) / sqrt(h.shape[-1])
-    by_layer = projected.unflatten(-1, (-1, altup.layer_width))
+    by_layer = projected.view(len(h), -1, altup.layer_width)
     inputs = (norms.norm(by_layer, weights.layer_project_norm).flatten(1) + own) / sqrt(2)
     return torch.cat((*streams, inputs), dim=-1)
 

@@ -5,13 +5,13 @@ That they are the right ones is compared with transformers in tests/runners.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from packed_steps import Sequence, Stepper
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.kernels.cpu.decoder_data import Stages
 from midfill.kernels.cpu.row_blocks import MAX_BLOCK_ROWS
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -98,7 +98,7 @@ def test_rows_without_logits_stop_before_layers_that_keep_no_kv(
     ran = []
     run = runner._run
 
-    def noted(batch: ForwardBatch, hidden: np.ndarray | None, stages: Stages) -> None:
+    def noted(batch: ForwardBatch, hidden: np.ndarray | None, stages: Any) -> None:
         ran.append((batch.rows, stages.first_layer, stages.end_layer))
         run(batch, hidden, stages)
 
