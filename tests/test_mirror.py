@@ -46,6 +46,7 @@ TESTED_THROUGH = {
         "engine/step/step_commit",
     ),
     "frontend/test_chat.py": ("frontend/template_worker",),
+    "kernels/cpu/altup/test_decoder.py": ("kernels/cpu/altup/data", "kernels/cpu/altup/streams"),
     "kernels/cpu/experts/test_mixture.py": (
         "kernels/cpu/experts/routing",
         "runners/cpu/expert_memory",
@@ -127,7 +128,7 @@ TESTED_THROUGH = {
         "runners/torch/latent_parts/group",
         "runners/torch/latent_parts/worker",
     ),
-    "runners/torch/test_runner.py": ("runners/torch/cells",),
+    "runners/torch/test_runner.py": ("runners/torch/altup", "runners/torch/cells"),
     "serving/cluster/test_command.py": ("serving/cluster/deployment",),
     "serving/cluster/test_replicas.py": (
         "serving/cluster/applications",

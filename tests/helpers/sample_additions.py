@@ -192,7 +192,7 @@ ADDITIONS: Mapping[str, Addition] = {
         (
             Entry(f"{PACKAGE}/models/families.py", f"    {NAME},\n", "    starcoder2,\n"),
             Entry(
-                f"{PACKAGE}/models/families.py", f"{NAME},\n        ", "gemma3,\n        gptoss,"
+                f"{PACKAGE}/models/families.py", f"{NAME},\n        ", "gemma3n,\n        gptoss,"
             ),
         ),
         """

@@ -66,12 +66,18 @@ def test_other_formats_of_kv_are_refused(tmp_path: Path) -> None:
         open_codec("cachegen", runner, checkpoint.tokenizer, lambda: "model")
 
 
-def test_a_codec_is_refused_where_keys_are_values(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_variant("deepseek2", tmp_path))
+@pytest.mark.parametrize(
+    ("variant", "reason"),
+    [("deepseek2", "latent attention"), ("gemma3n", "layers share their KV")],
+    ids=["keys are values", "shared KV"],
+)
+def test_a_codec_is_refused_where_kv_is_of_another_kind(
+    variant: str, reason: str, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(write_variant(variant, tmp_path))
     runner = torch_runner(checkpoint, slots=64)
     assert open_codec("none", runner, checkpoint.tokenizer, lambda: "model") is None
-    with pytest.raises(
-        InvalidRequestError, match="'cachegen' is not possible with latent"
-    ) as caught:
+    message = f"'cachegen' is not possible with .*{reason}"
+    with pytest.raises(InvalidRequestError, match=message) as caught:
         open_codec("cachegen", runner, checkpoint.tokenizer, lambda: "model")
     assert "\n" not in str(caught.value)

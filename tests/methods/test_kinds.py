@@ -194,13 +194,20 @@ def test_requests_beside_it_keep_their_bits_and_so_does_it(runner: Runner) -> No
         assert both[name, 0].tokens == expected.tokens
 
 
-def test_methods_are_refused_where_keys_are_values(tmp_path: Path) -> None:
-    runner = torch_runner(open_checkpoint(write_variant("deepseek2", tmp_path)), slots=64)
+@pytest.mark.parametrize(
+    ("variant", "reason"),
+    [("deepseek2", "latent attention"), ("gemma3n", "layers share their KV")],
+    ids=["keys are values", "shared KV"],
+)
+def test_methods_are_refused_where_kv_is_of_another_kind(
+    variant: str, reason: str, tmp_path: Path
+) -> None:
+    runner = torch_runner(open_checkpoint(write_variant(variant, tmp_path)), slots=64)
     kinds = MethodKinds(runner, KVPool(64))
     kinds.check(None)
     method = resolve_method("snapkv")
     assert method is not None
     assert not isinstance(method, ModelSpecific)
-    with pytest.raises(InvalidRequestError, match="not possible with latent attention") as caught:
+    with pytest.raises(InvalidRequestError, match=f"not possible with .*{reason}") as caught:
         kinds.check(method)
     assert "\n" not in str(caught.value)

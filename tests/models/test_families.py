@@ -1,6 +1,7 @@
 """What checkpoints say of themselves, in both formats, and what of it midfill turns down."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,15 @@ import pytest
 from tiny_checkpoints import DELTA_RULE, VARIANTS, write_variant
 
 from midfill.errors import CheckpointError
+from midfill.models.altup import AltUp
 from midfill.models.checkpoints.huggingface import SafetensorsFile, split_stacked
-from midfill.models.config import DeltaRule, ModelConfig, RopeScaling, StateSpace, tensor_shapes
+from midfill.models.config import (
+    DeltaRule,
+    ModelConfig,
+    RopeScaling,
+    StateSpace,
+    tensor_shapes,
+)
 from midfill.models.families import (
     FAMILIES,
     config_from_gguf,
@@ -307,6 +315,17 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
             "expert_group_count": config.experts.groups if config.experts else None,
             "expert_group_used_count": config.experts.groups_per_token if config.experts else None,
         }
+    if config.altup is not None:
+        cutoffs = [-math.inf if cut is None else cut for cut in config.gate_cutoffs]
+        values |= {
+            "feed_forward_length": [config.ffn] * config.layers,
+            "altup.active_idx": 0,
+            "altup.num_inputs": 4,
+            "embedding_length_per_layer_input": config.altup.layer_width,
+            "attention.shared_kv_layers": config.kv_sharing_layers,
+            "activation_sparsity_scale": cutoffs,
+            "final_logit_softcapping": config.logits_cap,
+        }
     if config.experts is not None:
         values["expert_count"] = config.experts.count
         values["expert_used_count"] = config.experts.per_token
@@ -568,6 +587,94 @@ class TestOlmo:
         assert "\n" not in str(caught.value)
 
 
+GEMMA_3N_E2B: dict[str, Any] = {
+    "model_type": "gemma3n_text",
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "intermediate_size": [8192] * 30,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "num_kv_shared_layers": 10,
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+}
+"""Sizes of Gemma 3n E2B; what is left out has transformers' defaults."""
+
+
+class TestGemma3n:
+    def test_last_layers_attend_to_kv_of_the_last_ones_before_them_of_their_kind(self) -> None:
+        config = config_from_huggingface(GEMMA_3N_E2B)
+        assert config.kv_layers == tuple(range(20))
+        assert [i for i in range(30) if config.window_of(i) is None] == [4, 9, 14, 19, 24, 29]
+        assert [config.kv_layer_of(i) for i in (0, 19, 20, 23, 24, 28, 29)] == (
+            [0, 19, 18, 18, 19, 18, 19]
+        )
+        assert "layers.19.k.weight" in tensor_shapes(config)
+        assert not {"k", "v", "k_norm"} & {
+            name.split(".")[2] for name in tensor_shapes(config) if name.startswith("layers.20.")
+        }
+
+    def test_defaults_are_those_of_transformers(self) -> None:
+        config = config_from_huggingface(GEMMA_3N_E2B)
+        assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+        assert (config.sliding_window, config.logits_cap, config.score_scale) == (512, 30.0, 1.0)
+        assert config.altup == AltUp(laurel_rank=64, layer_width=256, layer_vocab=262144)
+        assert config.row_width == 4 * 2048 + 30 * 256
+        assert config.gate_cutoffs[9:11] == (pytest.approx(1.6448536), None)
+        assert (
+            config_from_huggingface(GEMMA_3N_E2B | {"final_logit_softcapping": None}).logits_cap
+            is None
+        )
+
+    def test_the_part_for_text_of_a_model_that_sees_and_hears(self) -> None:
+        whole = {
+            "model_type": "gemma3n",
+            "architectures": ["Gemma3nForConditionalGeneration"],
+            "text_config": GEMMA_3N_E2B,
+        }
+        assert config_from_huggingface(whole) == config_from_huggingface(GEMMA_3N_E2B)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"intermediate_size": [8192] * 29 + [4096]}, "'intermediate_size' with other sizes"),
+            ({"altup_num_inputs": 2}, "'altup_num_inputs' must be 4, not 2"),
+            ({"altup_active_idx": 1}, "'altup_active_idx' must be 0, not 1"),
+            ({"altup_correct_scale": False}, "'altup_correct_scale' must be true"),
+            ({"attention_bias": True}, "'attention_bias' is not supported"),
+            ({"num_kv_shared_layers": 30}, "30 of 30 layers can't share KV"),
+            ({"num_kv_shared_layers": 26}, "layer 4 can't share KV: no layer before layer 4"),
+            ({"activation_sparsity_pattern": [0.9]}, "must list 30 numbers from 0 on and below 1"),
+            ({"final_logit_softcapping": -1.0}, "'final_logit_softcapping' must be above 0"),
+            ({"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_what_is_not_supported_is_one_clear_line(
+        self, change: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=f"config.json: .*{message}") as caught:
+            config_from_huggingface(GEMMA_3N_E2B | change)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"gemma3n.altup.num_inputs": 3}, "'altup.num_inputs' must be 4, not 3"),
+            ({"gemma3n.activation_sparsity_scale": [1.0]}, "must list 30 numbers"),
+            ({"gemma3n.attention.shared_kv_layers": 40}, "40 of 30 layers can't share KV"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_broken_metadata_is_one_clear_line(self, change: dict[str, Any], message: str) -> None:
+        config = config_from_huggingface(GEMMA_3N_E2B | {"eos_token_id": 1})
+        metadata = gguf_description(config) | change
+        with pytest.raises(CheckpointError, match=f"GGUF metadata: .*{message}"):
+            config_from_gguf(metadata, tensor_shapes(config))
+
+
 class TestGguf:
     @pytest.mark.parametrize("pattern", [None, 6])
     def test_gemma_3_leaves_out_what_all_its_models_share(self, pattern: int | None) -> None:
@@ -648,7 +755,7 @@ class TestGguf:
         [
             (
                 {"general.architecture": "gemma2"},
-                "'gemma2' is not supported; midfill runs deepseek2, gemma, gemma3, gpt-oss, ",
+                "'gemma2' is not supported; midfill runs deepseek2, gemma, gemma3, gemma3n, ",
             ),
             ({"general.architecture": "mistral"}, "'mistral' is not supported"),
             ({"general.architecture": None}, "'general.architecture' is missing"),

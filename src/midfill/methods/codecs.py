@@ -58,6 +58,12 @@ def open_codec(
             f"too; leave it out, or give {OFF!r}",
             param="codec",
         )
+    if runner.config.kv_sharing_layers:
+        raise InvalidRequestError(
+            f"the codec {codec!r} is not possible with models some of whose layers share their KV; "
+            f"leave it out, or give {OFF!r}",
+            param="codec",
+        )
     from midfill.methods.store.cachegen import CacheGen, CacheGenCodec, KvShape
     from midfill.methods.store.cachegen_profile import load_tables
 

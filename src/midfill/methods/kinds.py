@@ -58,6 +58,7 @@ class MethodKinds:
         self._slots = runner.slots
         self._shares_values = runner.config.vectors_per_cell == 1
         self._has_states = runner.states is not None
+        self._shares_kv = runner.config.kv_sharing_layers > 0
         self._longest = max(_TRIAL_TOKENS, runner.config.context)
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
@@ -133,6 +134,11 @@ class MethodKinds:
         if self._has_states:
             raise InvalidRequestError(
                 "methods are not possible with models whose layers have a state instead of KV",
+                param="method",
+            )
+        if self._shares_kv:
+            raise InvalidRequestError(
+                "methods are not possible with models some of whose layers share their KV",
                 param="method",
             )
         found = [

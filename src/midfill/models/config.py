@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
+from midfill.models.altup import STREAMS, AltUp
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
 RopeScalingKind = Literal["none", "linear", "dynamic", "yarn", "llama3", "factors"]
@@ -289,6 +291,15 @@ class ModelConfig:
         latent: multi-head latent attention in the place of grouped-query attention; None for other
             models.
         state_space: what some layers have instead of attention; None for other models.
+        kv_sharing_layers: how many of the last layers compute queries alone. They attend to K and V
+            of the last layer before them that sees as much as they do, and keep none.
+        value_norms: RMSNorm, without weights, of each value head.
+        gate_cutoffs: for each layer, by how many standard deviations above the mean of all gates of
+            its MLP a gate must be to count; what it has above that is activated. None where all
+            count; empty if that is so for all layers. (Statistical top-k, You et al. 2025, arXiv
+            2506.06644.)
+        logits_cap: logits are cap * tanh(logits / cap); None leaves them as they are.
+        altup: hidden rows of several streams; None for other models.
         eos_token_ids, bos_token_id: as stated by the checkpoint.
     """
 
@@ -330,6 +341,11 @@ class ModelConfig:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     state_space: StateLayers | None = None
+    kv_sharing_layers: int = 0
+    value_norms: bool = False
+    gate_cutoffs: tuple[float | None, ...] = ()
+    logits_cap: float | None = None
+    altup: AltUp | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -397,8 +413,41 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers with attention, which are those that keep KV, ascending."""
+        """The layers with attention, ascending."""
         return tuple(i for i in range(self.layers) if self.state_space_of(i) is None)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep KV, ascending."""
+        return tuple(i for i in self.attention_layers if not self.shares_kv(i))
+
+    def shares_kv(self, layer: int) -> bool:
+        """Return whether a layer attends to the K and V of another one, and has none."""
+        return layer >= self.layers - self.kv_sharing_layers
+
+    def kv_layer_of(self, layer: int) -> int:
+        """Return the layer whose K and V a layer with attention attends to, its own usually.
+
+        Raises:
+            ValueError: it shares K and V, and no layer that keeps some sees as much as it does.
+        """
+        if not self.shares_kv(layer):
+            return layer
+        for source in reversed(self.kv_layers):
+            if self.window_of(source) == self.window_of(layer):
+                return source
+        raise ValueError(f"no layer that keeps KV sees as much as layer {layer}")
+
+    def gate_cutoff_of(self, layer: int) -> float | None:
+        """Return ``gate_cutoffs`` of one layer."""
+        return self.gate_cutoffs[layer] if self.gate_cutoffs else None
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a hidden row as it goes from layer to layer."""
+        if self.altup is None:
+            return self.hidden
+        return STREAMS * self.hidden + self.layers * self.altup.layer_width
 
     def is_local(self, layer: int) -> bool:
         """Return whether a layer's rotary embedding has the base of windowed layers."""
@@ -419,6 +468,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         for name, shape in _layer_shapes(config, layer).items():
             shapes[f"layers.{layer}.{name}"] = shape
     shapes.update(_norm_shapes(config, "final_norm"))
+    if config.altup is not None:
+        shapes.update(config.altup.outer_shapes(config.hidden, config.layers))
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
     return shapes
@@ -428,7 +479,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     space = config.state_space_of(layer)
     shapes = {
         **(_norm_shapes(config, "attn_norm") if config.pre_norms else {}),
-        **(_attention_shapes(config) if space is None else _state_shapes(config, space)),
+        **(_attention_shapes(config, layer) if space is None else _state_shapes(config, space)),
         **(_norm_shapes(config, "mlp_norm") if config.pre_norms else {}),
     }
     experts = config.experts_of(layer)
@@ -441,23 +492,33 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes.update(_norm_shapes(config, "mlp_post_norm"))
     if (config.qk_norm or config.joint_qk_norm) and space is None:
         shapes["q_norm.weight"] = (config.q_norm_size,)
-        shapes["k_norm.weight"] = (config.k_norm_size,)
+        if not config.shares_kv(layer):
+            shapes["k_norm.weight"] = (config.k_norm_size,)
+    if config.altup is not None:
+        shapes.update(config.altup.layer_shapes(config.hidden))
     return shapes
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.latent is not None:
         return _latent_shapes(config, config.latent)
     query = config.query_heads * config.head_dim
-    key = config.kv_heads * config.head_dim
     others: dict[str, Shape] = {"attn.sinks": (config.query_heads,)} if config.sinks else {}
     if config.gated_attention:
         others["q_gate.weight"] = (query, config.hidden)
     return others | {
         **_linear_shapes("q", query, config.hidden, config.qkv_bias),
+        **({} if config.shares_kv(layer) else _key_shapes(config)),
+        **_linear_shapes("o", config.hidden, query, config.output_bias),
+    }
+
+
+def _key_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return what computes keys and values."""
+    key = config.kv_heads * config.head_dim
+    return {
         **_linear_shapes("k", key, config.hidden, config.qkv_bias),
         **_linear_shapes("v", key, config.hidden, config.qkv_bias),
-        **_linear_shapes("o", config.hidden, query, config.output_bias),
     }
 
 

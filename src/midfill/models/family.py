@@ -34,6 +34,11 @@ class ConfigFields:
         """Return whether the key is present, even with the value None."""
         return self._prefix + key in self._values
 
+    def with_value(self, key: str, value: object) -> "ConfigFields":
+        """Return the same fields with another value of one of them."""
+        changed = {**self._values, self._prefix + key: value}
+        return ConfigFields(changed, self.source, self._prefix)
+
     def error(self, message: str) -> CheckpointError:
         """Return a CheckpointError that starts with the source, for the caller to raise."""
         return CheckpointError(f"{self.source}: {message}")

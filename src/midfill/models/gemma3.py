@@ -15,7 +15,7 @@ _PATTERN = 6
 _LOCAL_THETA = 10_000.0
 _LAYERS_27B = 62
 
-_MODULES = {
+MODULES = {
     **LLAMA_MODULES,
     "attn_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -40,26 +40,26 @@ def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     attention_bias = fields.flag("attention_bias", False)
     config = replace(
         config,
-        rope_theta=_global_theta(fields, config),
+        rope_theta=read_global_theta(fields, config),
         # transformers' defaults, which don't follow from the hidden size.
         head_dim=fields.size("head_dim", 256),
         kv_heads=fields.size("num_key_value_heads", 4),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        local_rope_theta=_read_local_theta(fields),
+        local_rope_theta=read_local_theta(fields),
     )
     window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
     return _gemma(config, window, _windowed_layers(fields, config.layers))
 
 
-def _global_theta(fields: ConfigFields, config: ModelConfig) -> float:
+def read_global_theta(fields: ConfigFields, config: ModelConfig) -> float:
     """Return theta where everything is seen; transformers assumes another one than elsewhere."""
     stated = fields.get("rope_theta") is not None or fields.get("rope_parameters") is not None
     return config.rope_theta if stated else 1_000_000.0
 
 
-def _read_local_theta(fields: ConfigFields) -> float:
+def read_local_theta(fields: ConfigFields) -> float:
     table = fields.table("rope_parameters").get(huggingface_config.SLIDING)
     if not isinstance(table, dict):
         return fields.number("rope_local_base_freq", _LOCAL_THETA)
@@ -114,7 +114,7 @@ def _gemma(
 FAMILY = Family(
     name="gemma3",
     from_huggingface=_from_huggingface,
-    huggingface_modules=_MODULES,
+    huggingface_modules=MODULES,
     from_gguf=_from_gguf,
     model_type="gemma3_text",
     norm_offset=1.0,

@@ -315,7 +315,7 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
         budget = free * _CPU_SHARE
     config = checkpoint.config
     entry = config.vectors_per_cell * config.head_dim * dtype.itemsize
-    token_bytes = len(config.attention_layers) * config.kv_heads * entry
+    token_bytes = len(config.kv_layers) * config.kv_heads * entry
     states = choose_states(config, options, budget)
     slots = choose_slots(config, options, budget, token_bytes, states)
     return TorchRunner(

@@ -62,7 +62,9 @@ def test_examples_of_a_packed_row_do_not_attend_to_each_other(folder: Path) -> N
         torch.testing.assert_close(packed[:, start:stop], alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma", "gemma3", "granitehybrid", "olmo3", "qwen3moe"])
+@pytest.mark.parametrize(
+    "family", ["gemma", "gemma3", "gemma3n", "granitehybrid", "olmo3", "qwen3moe"]
+)
 def test_families_that_cannot_be_trained_are_refused(tmp_path: Path, family: str) -> None:
     checkpoint = open_checkpoint(write_variant(family, tmp_path))
     with pytest.raises(MidfillError, match=f"family {family} can't be trained here yet"):

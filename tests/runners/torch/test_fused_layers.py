@@ -61,7 +61,7 @@ FUSED = (
     "llama-biased", "granite", "qwen3", "qwen3moe", "starcoder2", "mistral", "gemma3", "phi3-long",
     "gpt-oss",
 )  # fmt: skip
-NOT_FUSED = ("deepseek2", "granitehybrid", "qwen3next", "olmo2")
+NOT_FUSED = ("deepseek2", "granitehybrid", "qwen3next", "olmo2", "gemma3n")
 
 
 @pytest.mark.parametrize("variant", FUSED)

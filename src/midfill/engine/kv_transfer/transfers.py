@@ -45,7 +45,7 @@ class NoRoomError(RuntimeError):
 def layout_name(runner: Runner) -> str:
     """Return how a runner stores KV, for ``KvIdentity.layout``."""
     config = runner.config
-    shape = f"{len(config.attention_layers)}x{config.kv_heads}x{config.head_dim}"
+    shape = f"{len(config.kv_layers)}x{config.kv_heads}x{config.head_dim}"
     return f"{runner.cells.layout.dtype} {shape}"
 
 
@@ -60,7 +60,7 @@ class KvCopies:
     def __init__(self, runner: Runner, pool: KVPool) -> None:
         self._runner = runner
         self._pool = pool
-        self._heads = len(runner.config.attention_layers) * runner.config.kv_heads
+        self._heads = len(runner.config.kv_layers) * runner.config.kv_heads
         self._widths = runner.cells.layout.widths
 
     @property

@@ -22,6 +22,14 @@ and in the place of the last line, where it has a mixture of experts:
 
     layers.{i}.router.weight|bias           layers.{i}.experts.{e}.{gate,up,down}.weight|bias
     layers.{i}.shared_router.weight         layers.{i}.shared.{gate,up,down}.weight
+
+and with streams of hidden rows (``altup.AltUp``):
+
+    layer_embed.weight  layer_project.weight  layer_project_norm.weight
+    altup_proj.{s}.weight                     altup_unembed.{s}.weight
+    layers.{i}.{altup_router,altup_router_norm,altup_predict,altup_correct}.weight
+    layers.{i}.altup.correct_output_scale     layers.{i}.laurel_{left,right,norm}.weight
+    layers.{i}.layer_{gate,out,norm}.weight
 """
 
 import hashlib

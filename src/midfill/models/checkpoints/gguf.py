@@ -23,7 +23,11 @@ from midfill.models.tokens.gguf_tokenizer import build_tokenizer
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
 
-_OUTER_NAMES = {"token_embd": "embed", "output_norm": "final_norm", "output": "lm_head"}
+_OUTER_NAMES = {"token_embd": "embed", "output_norm": "final_norm", "output": "lm_head"} | {
+    "per_layer_token_embd": "layer_embed",
+    "per_layer_model_proj": "layer_project",
+    "per_layer_proj_norm": "layer_project_norm",
+}
 
 _LAYER_NAMES = {
     "attn_norm": "attn_norm",
@@ -62,11 +66,17 @@ _LAYER_NAMES = {
 }
 _STACKED_NAMES = {f"ffn_{part}_exps": part for part in ("gate", "up", "down")}
 """Matrices of all experts of a layer, one after the other: [experts, out, in]."""
+_STACKED_OUTER = {
+    "altup_proj.weight": "altup_proj",
+    "altup_unembd_proj.weight": "altup_unembed",
+}
+"""Matrices of all streams but the first, one after the other: [streams - 1, out, in]."""
 _HEADS = ("k_b.weight", "v_b.weight")
 """Matrices of all heads of a layer: [heads, out, in]. They are returned one below the other."""
 _LEAVES = {
     "exp_probs_b": "e_score_correction_bias",
     "attn_sinks": "sinks",
+    "altup_correct_scale": "correct_output_scale",
     "ssm_dt": "dt_bias",
 }
 """What is called "bias" or "weight" and is none of a product."""
@@ -96,7 +106,8 @@ class _Place:
     Attributes:
         stored: name in the file.
         shape: of the tensor.
-        expert: its number among those that are stored as one; None where it is stored alone.
+        expert: its number among those that are stored as one, of experts or of streams; None where
+            it is stored alone.
         rows: the first of a tensor's rows and the one after the last; None where all are.
         gathered: numbers of a tensor's rows; None where all are.
     """
@@ -136,6 +147,7 @@ class GgufCheckpoint:
             self._leave_out_predictors()
         if FAMILIES[self.config.family].fused_projections:
             self._split_fused()
+        self._leave_out_shared()
         self._gather()
         shapes = {name: place.shape for name, place in self._places.items()}
         self._check_experts()
@@ -292,6 +304,17 @@ class GgufCheckpoint:
             if not name.startswith("layers.") or int(name.split(".")[1]) < self.config.layers
         }
 
+    def _leave_out_shared(self) -> None:
+        """Leave out what computes K and V in layers that share those of others."""
+        first = self.config.layers - self.config.kv_sharing_layers
+        spare = {
+            f"layers.{layer}.{module}.{leaf}"
+            for layer in range(first, self.config.layers)
+            for module in ("k", "v", "k_norm")
+            for leaf in ("weight", "bias")
+        }
+        self._places = {name: place for name, place in self._places.items() if name not in spare}
+
     def _canonical_names(self) -> "dict[str, _Place]":
         """Return canonical name -> where the file has it."""
         places: dict[str, _Place] = {}
@@ -306,6 +329,10 @@ class GgufCheckpoint:
                 for expert in range(entry.shape[0]):
                     place = _Place(stored, entry.shape[1:], expert)
                     places[f"{experts}.{expert}.{part}.{stacked['leaf']}"] = place
+            elif stored in _STACKED_OUTER and len(entry.shape) == 3:
+                for number in range(entry.shape[0]):
+                    place = _Place(stored, entry.shape[1:], number)
+                    places[f"{_STACKED_OUTER[stored]}.{number}.weight"] = place
             elif name is not None:
                 # One row, which files have as a vector.
                 is_row = name.endswith("shared_router.weight") and len(entry.shape) == 1

@@ -26,8 +26,12 @@ from midfill.stored_tensor import StoredTensor
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-_PREDICTOR, _VISUAL = re.compile(r"mtp\..*"), re.compile(r"model\.visual\..*")
-"""Layers that predict further tokens, and the part of a model that sees images."""
+_PREDICTOR = re.compile(r"mtp\..*")
+"""Layers that predict further tokens."""
+_SENSES = re.compile(r"model\.(visual|vision_tower|audio_tower|embed_vision|embed_audio)\..*")
+"""Parts of a model that see images or hear."""
+_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
+"""What computes K and V, which files have of layers that share them, too."""
 _TEXT_PART, _TEXT = "model.language_model.", "model."
 """Beginnings of names in a model that sees images, too, and in one that doesn't."""
 _NOT_METADATA = ("added_tokens_decoder", "chat_template")
@@ -222,7 +226,10 @@ class HuggingFaceCheckpoint:
         if family.skips_predictors:
             ignored.append(_PREDICTOR)
         if family.multimodal_type:
-            ignored.append(_VISUAL)
+            ignored.append(_SENSES)
+        keys = _KEYS.fullmatch(theirs)
+        if keys is not None and self.config.shares_kv(int(keys[1])):
+            return True
         return tied_head or any(pattern.fullmatch(theirs) for pattern in ignored)
 
     def _shards(self) -> list[Path]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError, MidfillError
+from midfill.kernels.cpu.altup.data import AltUpWeights
 from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.experts.table import SWIGLU_OAI, ExpertWeights
 from midfill.kernels.cpu.latent.data import LatentWeights
@@ -19,6 +20,12 @@ from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.state_space.data import DeltaWeights, StateWeights
 from midfill.kernels.cpu.weight_formats import PANEL
 from midfill.models.config import DeltaRule, ModelConfig, StateSpace
+from midfill.runners.cpu.packed_altup import (
+    LAYER_MATRICES,
+    assemble_altup,
+    projections_of_others,
+    unsupported_altup,
+)
 from midfill.runners.cpu.packed_arrays import Arrays, ArrayWriter, read_arrays, write_arrays
 from midfill.runners.cpu.packed_delta_rule import (
     QUERY_GATE,
@@ -79,6 +86,8 @@ class PackedModel:
             the other layers then, and ``config`` counts these.
         experts_on_disk: whether the experts' matrices are read from a file, see ``load_packed``.
         sinks: float32 [layers * query_heads], see kernels/cpu/sinks.py; None without.
+        altup: streams of hidden rows, of models that have them. Projections to queries, keys and
+            values are those of the layers that keep KV then, and ``config`` counts these.
     """
 
     config: DecoderConfig
@@ -88,6 +97,7 @@ class PackedModel:
     states: StateWeights | DeltaWeights | None = None
     experts_on_disk: bool = False
     sinks: Float32Array | None = None
+    altup: AltUpWeights | None = None
 
     @property
     def matrices(self) -> dict[str, LinearWeights]:
@@ -96,7 +106,17 @@ class PackedModel:
         own = {} if states is None else {PROJECT: states.project, OUTPUT: states.output}
         if isinstance(states, DeltaWeights):
             own[QUERY_GATE] = states.query_gate
-        return self._dense_matrices | self._latent_matrices | self._expert_matrices | own
+        parts = (self._latent_matrices, self._expert_matrices, self._stream_matrices, own)
+        return self._dense_matrices | {name: each for part in parts for name, each in part.items()}
+
+    @property
+    def _stream_matrices(self) -> dict[str, LinearWeights]:
+        altup = self.altup
+        if altup is None:
+            return {}
+        names = (*LAYER_MATRICES, "layer_embed", "layer_project", "spread", "gather")
+        query = {QUERY: altup.query} if len(altup.query.panels) else {}
+        return query | {name: getattr(altup, name) for name in names}
 
     @property
     def _latent_matrices(self) -> dict[str, LinearWeights]:
@@ -139,7 +159,8 @@ class PackedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied embedding counts once."""
-        parts = (self.weights, self.experts or (), self.latent or (), self.states or ())
+        others = (self.experts, self.latent, self.states, self.altup)
+        parts = (self.weights, *(other or () for other in others))
         arrays = {id(array): array for array in _arrays(parts)}
         return sum(array.nbytes for array in arrays.values())
 
@@ -162,6 +183,10 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         return reason
     if reason := _unsupported_states(config):
         return reason
+    if config.altup is not None and (reason := unsupported_altup(config, config.altup)):
+        return reason
+    if config.altup is None and _needs_streams(config):
+        return "shared KV, norms of values, cut gates or capped logits without streams"
     if config.joint_qk_norm and (config.sinks or config.latent or config.state_space):
         return "norms over all heads beside sinks, latent attention or states"
     sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
@@ -174,6 +199,13 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         if size % PANEL:
             return f"{name} = {size} is not a multiple of {PANEL}"
     return None
+
+
+def _needs_streams(config: ModelConfig) -> bool:
+    """Return whether only the forward pass of models with streams knows what a model has."""
+    return bool(
+        config.kv_sharing_layers or config.value_norms or config.gate_cutoffs or config.logits_cap
+    )
 
 
 def _unsupported_states(config: ModelConfig) -> str | None:
@@ -305,6 +337,8 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         ),
         windows=np.array(windows, np.int32),
     )
+    if config.altup is not None:
+        weights = weights._replace(qkv=projections_of_others(config, weights.qkv))
     return PackedModel(
         _decoder_config(config),
         weights,
@@ -312,6 +346,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         assemble_latent(config, arrays),
         _assemble_states(config, arrays),
         sinks=arrays["sinks"] if config.sinks else None,
+        altup=assemble_altup(config, arrays),
     )
 
 
@@ -403,7 +438,7 @@ class _Stack:
 
 def _decoder_config(config: ModelConfig) -> DecoderConfig:
     return DecoderConfig(
-        layers=len(config.attention_layers),
+        layers=len(config.kv_layers),
         hidden=config.hidden,
         query_heads=config.query_heads,
         kv_heads=config.kv_heads,

@@ -64,7 +64,7 @@ DEFAULT_STATES = 16
 def slot_bytes(config: ModelConfig, kv_cache_dtype: KVCacheDtype) -> int:
     """Return the bytes of one token's K and V in all layers that keep any."""
     entry = entry_bytes(kv_cache_dtype, config.head_dim)
-    return len(config.attention_layers) * config.kv_heads * config.vectors_per_cell * entry
+    return len(config.kv_layers) * config.kv_heads * config.vectors_per_cell * entry
 
 
 def choose_kv_cache_dtype(
@@ -87,6 +87,11 @@ def choose_kv_cache_dtype(
         raise OptionError(
             f"--kv-cache-dtype {name} is not possible with models whose layers have a state instead"
             " of KV; give f16, bf16 or f32"
+        )
+    if checkpoint.config.altup is not None and name in ("i8", "i4"):
+        raise OptionError(
+            f"--kv-cache-dtype {name} is not possible with models whose hidden rows have several"
+            " streams; give f16, bf16 or f32"
         )
     if name == "auto" and block_format(checkpoint, weights) is WeightFormat.F32:
         return KVCacheDtype.F32
@@ -152,7 +157,7 @@ class CpuRunner:
         self.config, self.model, self.kv_cache_dtype = config, model, kv_cache_dtype
         amx = choose_amx()
         self._pool = ThreadPool(threads or available_threads())
-        entries = len(self.config.attention_layers) * self.config.kv_heads * slots
+        entries = len(self.config.kv_layers) * self.config.kv_heads * slots
         if self.config.vectors_per_cell == 1:
             keys, scales = allocate_kv(self.kv_cache_dtype, entries, self.config.head_dim)
             self._kv_cache = KVCache(keys, keys, scales, scales)
@@ -264,7 +269,15 @@ class CpuRunner:
 
     def forward(self, batch: ForwardBatch) -> Float32Array:
         """See ``Runner.forward``."""
-        self._run(batch, None, Stages(True, 0, self.config.layers, True))
+        layers = self.config.layers
+        if not batch.needs_only_outputs(self.config):
+            self._run(batch, None, Stages(True, 0, layers, True))
+            return self._logits(len(batch.logit_rows))
+        last = layers - self.config.kv_sharing_layers
+        self._run(batch, None, Stages(True, 0, last, False))
+        if len(batch.logit_rows):
+            hidden = self._memory.hidden[batch.logit_rows]
+            self._run(batch.only_outputs(), hidden, Stages(False, last, layers, True))
         return self._logits(len(batch.logit_rows))
 
     def argmax_tokens(self, logits: Float32Array) -> list[int]:
@@ -273,8 +286,8 @@ class CpuRunner:
         return tokens
 
     def embed(self, batch: ForwardBatch) -> Float32Array:
-        """Return the tokens' embeddings: new hidden rows, float32 [rows, hidden]."""
-        hidden = aligned_zeros((batch.rows, self.config.hidden), np.float32)
+        """Return the tokens' embeddings: new hidden rows, float32 [rows, row_width]."""
+        hidden = aligned_zeros((batch.rows, self.config.row_width), np.float32)
         self._run(batch, hidden, Stages(True, 0, 0, False))
         return hidden
 
@@ -289,7 +302,7 @@ class CpuRunner:
 
         Args:
             batch: the step.
-            hidden: float32 [rows, hidden], contiguous; updated in place.
+            hidden: float32 [rows, row_width], contiguous; updated in place.
             first, end: the layers.
 
         Returns:
@@ -306,7 +319,7 @@ class CpuRunner:
 
         Args:
             batch: the step.
-            hidden: float32 [rows, hidden], as the last layer left it.
+            hidden: float32 [rows, row_width], as the last layer left it.
 
         Raises:
             ValueError: ``hidden`` doesn't fit the batch.
@@ -377,6 +390,12 @@ class CpuRunner:
                 StateWorkspace(memory.workspace, memory.states, self._states.values, states),
                 stages,
             )  # fmt: skip
+        if model.altup is not None and memory.altup is not None:
+            from midfill.kernels.cpu.altup.data import AltUpDecoderWeights, AltUpWorkspace
+
+            streams = AltUpDecoderWeights(model.weights, model.altup)
+            held = AltUpWorkspace(memory.workspace, memory.altup)
+            return (streams, self._kv_cache, prepared, rows, held, stages)
         if model.sinks is not None:
             own = SinkWeights(*model.weights, model.sinks)
             return (own, self._kv_cache, prepared, rows, memory.workspace, stages)
@@ -390,7 +409,7 @@ class CpuRunner:
 
     def _checked(self, batch: ForwardBatch, hidden: Float32Array) -> Float32Array:
         """Return hidden rows that a caller passed."""
-        shape = (batch.rows, self.config.hidden)
+        shape = (batch.rows, self.config.row_width)
         if hidden.shape != shape or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
             raise ValueError(f"hidden rows must be float32, contiguous and of shape {shape}")
         return hidden
@@ -450,7 +469,7 @@ class CpuRunner:
             np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers,
             states=np.zeros(0 if self._states is None else 1, np.int32),
         )  # fmt: skip
-        hidden = aligned_zeros((rows, self.config.hidden), np.float32)
+        hidden = aligned_zeros((rows, self.config.row_width), np.float32)
         layers = self.config.layers
         before = self.phase_ticks()
         first = 0 if rows == 1 else max(0, layers - 2)
@@ -498,6 +517,10 @@ class CpuRunner:
             from midfill.kernels.cpu.latent.decoder import forward_latent
 
             return forward_latent
+        if self.model.altup is not None:
+            from midfill.kernels.cpu.altup.decoder import forward_streams
+
+            return forward_streams
         if self.config.joint_qk_norm:
             from midfill.kernels.cpu.joint_norms.decoder import forward_with_joint_norms
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations
+from midfill.kernels.cpu.altup.data import AltUpMemory
 from midfill.kernels.cpu.argmax import MAXIMA_WIDTH
 from midfill.kernels.cpu.attention import scratch_size
 from midfill.kernels.cpu.attention_metadata import partial_rows
@@ -23,6 +24,7 @@ from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.autotune import TileTable
 from midfill.runners.cpu.expert_memory import expert_memory, expert_table, gated_width
+from midfill.runners.cpu.packed_altup import altup_memory
 from midfill.runners.cpu.packed_latent import latent_memory
 from midfill.runners.cpu.packed_model import PackedModel
 from midfill.runners.cpu.packed_state_space import state_memory
@@ -124,7 +126,8 @@ class StepMemory:
         workspace: for the kernels; another one after ``reserve`` has returned True.
         latent: the same for latent attention; None for models without.
         states: the same for layers with a state; None for models without.
-        hidden: float32 [rows, hidden] for at least as many rows as were reserved.
+        altup: the same for streams of hidden rows; None for models without.
+        hidden: float32 [rows, row_width] for at least as many rows as were reserved.
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class StepMemory:
         self.workspace = self._workspace()
         self.latent = self._latent()
         self.states = self._states()
+        self.altup = self._altup()
         self.hidden = self._hidden()
 
     @property
@@ -168,6 +172,7 @@ class StepMemory:
         self.workspace = self._workspace()
         self.latent = self._latent()
         self.states = self._states()
+        self.altup = self._altup()
         self.hidden = self._hidden()
         return True
 
@@ -177,8 +182,8 @@ class StepMemory:
         self.workspace.experts[LINEAR_AT] = address
 
     def _hidden(self) -> Float32Array:
-        rows, hidden = self._size.rows, self._config.hidden
-        return self._arrays.floats("hidden", rows * hidden)[: rows * hidden].reshape(rows, hidden)
+        rows, width = self._size.rows, self._config.row_width
+        return self._arrays.floats("hidden", rows * width)[: rows * width].reshape(rows, width)
 
     def _workspace(self) -> Workspace:
         config, threads, size = self._config, self._threads, self._size
@@ -227,6 +232,14 @@ class StepMemory:
         queries = self._config.query_heads * self._config.head_dim
         return state_memory(
             weights, self._size.rows, queries, self._arrays.floats, self._activations
+        )
+
+    def _altup(self) -> AltUpMemory | None:
+        weights = self._model.altup
+        if weights is None:
+            return None
+        return altup_memory(
+            self._config, weights, self._size.rows, self._arrays.floats, self._activations
         )
 
     def _expert_table(self, rows: int) -> Int64Array:

@@ -16,6 +16,7 @@ from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
+from midfill.runners.cpu.packed_altup import LAYER_MATRICES, OUTER_MATRICES, altup_vectors
 from midfill.runners.cpu.packed_delta_rule import QUERY_GATE
 from midfill.runners.cpu.packed_experts import (
     INTERLEAVED,
@@ -54,6 +55,7 @@ _MATRICES = {
     PROJECT: ("ssm_in", "ssm_gate", "ssm_qkv", "ssm_beta", "ssm_alpha"),
     OUTPUT: ("ssm_out",),
     QUERY_GATE: ("q_gate",),
+    **{name: (name,) for name in LAYER_MATRICES},
 }
 """The checkpoint's matrices that are packed as one, by the name under which they are kept.
 
@@ -134,7 +136,8 @@ def packed_size(checkpoint: "Checkpoint", option: WeightsOption = "auto") -> Pac
 def _matrix_sources(checkpoint: TensorSource) -> dict[str, list[list[str]]]:
     """Return the names of tensors that are packed together, in order, by what they become."""
     config, names = checkpoint.config, set(checkpoint.names())
-    sources = {"embed": [["embed.weight"]], "head": [["lm_head.weight"]]} | {
+    outer = {"embed": ("embed",), "head": ("lm_head",), **OUTER_MATRICES}
+    sources = {name: [[f"{part}.weight"] for part in parts] for name, parts in outer.items()} | {
         name: [[f"layers.{i}.{part}.weight" for part in parts] for i in range(config.layers)]
         for name, parts in _MATRICES.items()
     }
@@ -372,6 +375,7 @@ def _vectors(checkpoint: TensorSource, names: set[str]) -> dict[str, npt.NDArray
         **state_vectors(config, checkpoint.tensor),
         **router_corrections(config, checkpoint.tensor),
         **expert_biases(config, checkpoint.tensor),
+        **altup_vectors(config, checkpoint.tensor),
         **({"sinks": layers(("attn.sinks", config.query_heads))} if config.sinks else {}),
         "q_norm": layers(("q_norm.weight", config.q_norm_size)),
         "k_norm": layers(("k_norm.weight", config.k_norm_size)),

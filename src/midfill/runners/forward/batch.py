@@ -94,6 +94,40 @@ class ForwardBatch:
                 f"{self.requests} requests need as many states, not {self.states.tolist()}"
             )
 
+    def only_outputs(self) -> "ForwardBatch":
+        """Return the rows whose logits are wanted as a batch, without requests that have none.
+
+        The batch must have no plans and no observed rows.
+        """
+        rows, ends = self.logit_rows, self.kv_indptr
+        owners = np.searchsorted(self.query_indptr, rows, side="right") - 1
+        kept, counts = np.unique(owners, return_counts=True)
+        lengths = np.diff(ends)[kept]
+        slots = [self.kv_slots[ends[owner] : ends[owner + 1]] for owner in kept.tolist()]
+        return ForwardBatch(
+            self.token_ids[rows],
+            self.positions[rows],
+            self.write_slots[rows],
+            np.array([0, *np.cumsum(counts)], np.int32),
+            np.array([0, *np.cumsum(lengths)], np.int32),
+            np.concatenate([_no_rows(), *slots]),
+            np.arange(len(rows), dtype=np.int32),
+            visible_slots=self.slots_seen()[rows],
+            states=self.states[kept] if len(self.states) else _no_rows(),
+        )
+
+    def needs_only_outputs(self, config: ModelConfig) -> bool:
+        """Return whether some rows are needed for the KV alone that they leave.
+
+        They may stop before the last layers of a model, if these keep none.
+        """
+        return (
+            config.kv_sharing_layers > 0
+            and len(self.logit_rows) < self.rows
+            and not len(self.observed_rows)
+            and all(plan.is_dense for _, plan in self.plans())
+        )
+
     def slots_seen(self) -> Int32Array:
         """Return how many of its request's slots each row attends to: [rows] int32."""
         if len(self.visible_slots):

@@ -23,6 +23,7 @@ from midfill.models.config import (
 )
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import model_tables
+from midfill.runners.torch.altup import StreamNorms, finish_rows, run_layer, start_rows
 from midfill.runners.torch.delta_rule import apply_delta_rule
 from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
 from midfill.runners.torch.experts.assignment import ExpertCosts
@@ -32,6 +33,7 @@ from midfill.runners.torch.part_attention import PlannedRequest, attend_planned,
 from midfill.runners.torch.state_space import StateRows, TorchStates, mix_rows
 from midfill.runners.torch.weights import (
     Affine,
+    AltUpLayerWeights,
     DecoderWeights,
     DeltaRuleWeights,
     ExpertWeights,
@@ -47,7 +49,7 @@ class KVCache:
     """K and V of all slots.
 
     Attributes:
-        keys, values: [layers with attention, slots, kv_heads, head_dim]; keys are stored after the
+        keys, values: [layers that keep KV, slots, kv_heads, head_dim]; keys are stored after the
             rotary embedding. One tensor where a value is the key itself.
     """
 
@@ -59,7 +61,7 @@ class KVCache:
         cls, config: ModelConfig, slots: int, device: torch.device, dtype: torch.dtype
     ) -> "KVCache":
         """Return a cache of zeros: padding reads slot 0, and 0 * NaN would spread."""
-        shape = (len(config.attention_layers), slots, config.kv_heads, config.head_dim)
+        shape = (len(config.kv_layers), slots, config.kv_heads, config.head_dim)
         keys = torch.zeros(shape, device=device, dtype=dtype)
         return cls(keys, keys if config.vectors_per_cell == 1 else torch.zeros_like(keys))
 
@@ -139,10 +141,12 @@ class Decoder:
         self.weights = weights
         self.kv_cache = kv_cache
         self.states = states
-        # Each layer's number among those of its kind.
+        # Where each layer's KV or state is among those of its kind.
         space = config.state_space
-        kinds = (config.attention_layers, () if space is None else space.layers)
-        self._numbers = {layer: number for kind in kinds for number, layer in enumerate(kind)}
+        kinds = (config.kv_layers, () if space is None else space.layers)
+        numbers = {layer: number for kind in kinds for number, layer in enumerate(kind)}
+        self._numbers = {i: numbers[config.kv_layer_of(i)] for i in range(config.layers)}
+        self._stream_norms = StreamNorms(config.norm_epsilon)
         self.device = weights.embed.device
         self.observed: list[torch.Tensor] = [torch.empty(0)] * config.layers
         tables = [self._turns(table) for table in model_tables(config)]
@@ -199,9 +203,13 @@ class Decoder:
         )
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the tokens' embeddings: hidden rows [rows, hidden]."""
-        hidden = functional.embedding(self._indices(batch.token_ids), self.weights.embed)
-        return hidden * self.config.embedding_multiplier
+        """Return the rows that the first layer takes, tokens' embeddings: [rows, row_width]."""
+        tokens = self._indices(batch.token_ids)
+        hidden = functional.embedding(tokens, self.weights.embed) * self.config.embedding_multiplier
+        altup, weights = self.config.altup, self.weights.altup
+        if altup is None or weights is None:
+            return hidden
+        return start_rows(altup, weights, self._stream_norms, tokens, hidden)
 
     def run_layers(
         self, batch: PreparedBatch, hidden: torch.Tensor, first: int, end: int
@@ -210,15 +218,18 @@ class Decoder:
 
         Args:
             batch: from ``prepare``.
-            hidden: [rows, hidden]; not changed.
+            hidden: [rows, row_width]; not changed.
             first, end: the layers.
 
         Returns:
-            New hidden rows [rows, hidden].
+            New hidden rows [rows, row_width].
         """
         multiplier = self.config.residual_multiplier
         for index in range(first, end):
             layer = self.weights.layers[index]
+            if layer.altup is not None:
+                hidden = self._run_streams(index, layer, layer.altup, hidden, batch)
+                continue
             attended = self._attention(index, layer, self._norm(hidden, layer.attn_norm), batch)
             attended = self._norm(attended, layer.attn_post_norm)
             hidden = hidden.add(attended, alpha=multiplier)
@@ -231,11 +242,37 @@ class Decoder:
             hidden = hidden.add(expanded, alpha=multiplier)
         return hidden
 
+    def _run_streams(
+        self,
+        index: int,
+        layer: LayerWeights,
+        altup: AltUpLayerWeights,
+        hidden: torch.Tensor,
+        batch: PreparedBatch,
+    ) -> torch.Tensor:
+        """Run a layer of a model with streams of hidden rows; see ``models.altup.AltUp``."""
+        mlp, cutoff = layer.mlp, self.config.gate_cutoff_of(index)
+        assert isinstance(mlp, MlpWeights)
+        return run_layer(
+            altup, self._stream_norms, hidden, index,
+            before=lambda rows: self._norm(rows, layer.attn_norm),
+            attention=lambda rows: self._norm(
+                self._attention(index, layer, rows, batch), layer.attn_post_norm
+            ),
+            mlp=lambda rows: self._norm(
+                self.expand(mlp, self._norm(rows, layer.mlp_norm), cutoff), layer.mlp_post_norm
+            ),
+            activate=self._activate,
+        )  # fmt: skip
+
     def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [outputs, vocab] float32 of the rows that want them."""
         rows = hidden[self._indices(batch.logit_rows)]
+        if self.weights.altup is not None:
+            rows = finish_rows(self.weights.altup, rows)
         logits = functional.linear(self._norm(rows, self.weights.final_norm), self.weights.head)
-        return logits.float() / self.config.logits_divisor
+        logits, cap = logits.float() / self.config.logits_divisor, self.config.logits_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _attention(
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, batch: PreparedBatch
@@ -247,14 +284,20 @@ class Decoder:
         if isinstance(layer.qkv, LatentWeights):
             return self._latent_attention(index, layer.qkv, layer.o, hidden, batch)
         config = self.config
-        heads = [config.query_heads, config.kv_heads, config.kv_heads]
+        shares = config.shares_kv(index)
+        heads = [config.query_heads, *([] if shares else [config.kv_heads] * 2)]
         qkv = _linear(hidden, layer.qkv).view(-1, sum(heads), config.head_dim)
-        q, k, v = torch.split(qkv, heads, dim=1)
-        q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
+        q, *own = torch.split(qkv, heads, dim=1)
         turns = batch.turns[config.is_local(index)]
-        q, k = _rotate(q, turns), _rotate(k, turns)
+        q = _rotate(self._norm_heads(q, layer.q_norm), turns)
         self.observed[index] = q[batch.observed_rows]
-        attended = self.attend(index, q, k, v, batch).flatten(1)
+        if shares:
+            attended = self._attend_written(index, q, batch).flatten(1)
+        else:
+            k, v = _rotate(self._norm_heads(own[0], layer.k_norm), turns), own[1]
+            if config.value_norms:
+                v = functional.rms_norm(v, v.shape[-1:], eps=config.norm_epsilon)
+            attended = self.attend(index, q, k, v, batch).flatten(1)
         if layer.q_gate is not None:
             attended = attended * _linear(hidden, layer.q_gate).sigmoid()
         return _linear(attended, layer.o)
@@ -342,17 +385,25 @@ class Decoder:
         Returns:
             [rows, query_heads, head_dim].
         """
-        cache = self.kv_cache
-        number = self._numbers[index]
-        keys, values = cache.keys[number], cache.values[number]
-        shown = (keys, values)
-        if batch.across_layers:
-            shown = (cache.keys.flatten(0, 1), cache.values.flatten(0, 1))
-        shown[0][batch.write_slots] = k
+        keys, values = self._shown(index, batch)
+        keys[batch.write_slots] = k
         if v is not k:
-            shown[1][batch.write_slots] = v
+            values[batch.write_slots] = v
+        return self._attend_written(index, q, batch)
+
+    def _shown(self, index: int, batch: PreparedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the K and V that a batch's slots name in a layer."""
+        cache, number = self.kv_cache, self._numbers[index]
+        if batch.across_layers:
+            return cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
+        return cache.keys[number], cache.values[number]
+
+    def _attend_written(self, index: int, q: torch.Tensor, batch: PreparedBatch) -> torch.Tensor:
+        """Let a layer's rows attend to what they see of K and V that are written."""
+        cache = self.kv_cache
         window, scale = self.config.window_of(index), self.config.score_scale
         sinks = self.weights.layers[index].sinks
+        shown = self._shown(index, batch)
         attended = attend(q, *shown, batch.attention, window, scale, sinks)
         for request in batch.planned:
             attended[request.rows] = attend_planned(
@@ -360,8 +411,16 @@ class Decoder:
             )
         return attended
 
-    def expand(self, mlp: MlpWeights, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute an MLP of rows [rows, hidden], where its weights are."""
+    def expand(
+        self, mlp: MlpWeights, hidden: torch.Tensor, cutoff: float | None = None
+    ) -> torch.Tensor:
+        """Compute an MLP of rows [rows, hidden], where its weights are.
+
+        Args:
+            mlp: its weights.
+            hidden: the rows.
+            cutoff: see ``ModelConfig.gate_cutoffs``.
+        """
         up = _linear(hidden, mlp.up)
         if not self.config.gated_mlp:
             return _linear(self._activate(up), mlp.down)
@@ -369,6 +428,9 @@ class Decoder:
         if self.config.activation == "swiglu_oai":
             limit = self.config.swiglu_limit
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        if cutoff is not None:
+            deviation, mean = torch.std_mean(gate, dim=-1, keepdim=True, correction=0)
+            gate = functional.relu(gate - (mean + deviation * cutoff))
         return _linear(self._activate(gate) * up, mlp.down)
 
     def mix_experts(self, index: int, layer: ExpertWeights, hidden: torch.Tensor) -> torch.Tensor:

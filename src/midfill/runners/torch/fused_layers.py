@@ -22,6 +22,7 @@ def is_fusible(config: ModelConfig) -> bool:
     return (
         config.latent is None
         and config.state_space is None
+        and config.altup is None
         and config.has_rope
         and config.pre_norms
         and not config.joint_qk_norm

@@ -121,7 +121,16 @@ class TorchRunner:
         """See ``Runner.forward`` and ``compute_logits``."""
         if self.graphs is not None and self.graphs.accepts(batch):
             return self.graphs.forward(batch)
-        hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
+        layers = self.config.layers
+        if not batch.needs_only_outputs(self.config):
+            hidden = self.run_layers(batch, self.embed(batch), 0, layers)
+            return self.compute_logits(batch, hidden)
+        last = layers - self.config.kv_sharing_layers
+        hidden = self.run_layers(batch, self.embed(batch), 0, last)
+        if len(batch.logit_rows):
+            rows = torch.from_numpy(batch.logit_rows).to(hidden.device, torch.int64)
+            batch, hidden = batch.only_outputs(), hidden[rows]
+            hidden = self.run_layers(batch, hidden, last, layers)
         return self.compute_logits(batch, hidden)
 
     def argmax_tokens(self, logits: RunnerArray) -> list[int]:
@@ -142,7 +151,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the tokens' embeddings: hidden rows [rows, hidden], on the runner's device."""
+        """Return the tokens' embeddings: hidden rows [rows, row_width], on the runner's device."""
         return self.decoder.embed(batch)
 
     @torch.inference_mode()

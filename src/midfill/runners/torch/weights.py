@@ -6,6 +6,7 @@ from itertools import chain
 
 import torch
 
+from midfill.models.altup import STREAMS
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import (
     DeltaRule,
@@ -129,19 +130,62 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
+class AltUpLayerWeights:
+    """What one layer has for streams of hidden rows; see ``models.altup.AltUp``.
+
+    Attributes:
+        router_norm, router: of r: [hidden] and [STREAMS, hidden].
+        predict, correct: W_P [STREAMS ** 2, STREAMS] and W_C [STREAMS, STREAMS].
+        scale: [hidden].
+        laurel_left, laurel_right, laurel_norm: of the learned residual.
+        layer_gate, layer_out, layer_norm: of what is added of a token's own embeddings.
+    """
+
+    router_norm: Affine
+    router: torch.Tensor
+    predict: torch.Tensor
+    correct: torch.Tensor
+    scale: torch.Tensor
+    laurel_left: torch.Tensor
+    laurel_right: torch.Tensor
+    laurel_norm: Affine
+    layer_gate: Affine
+    layer_out: torch.Tensor
+    layer_norm: Affine
+
+
+@dataclass(frozen=True)
+class AltUpWeights:
+    """What a model with streams has beside its layers.
+
+    Attributes:
+        layer_embed: tokens' embeddings for all layers, [layer_vocab, layers * layer_width].
+        layer_project, layer_project_norm: W_e and its norm.
+        spread, gather: [hidden, hidden] of each stream but the first, at the start and the end.
+    """
+
+    layer_embed: torch.Tensor
+    layer_project: torch.Tensor
+    layer_project_norm: Affine
+    spread: tuple[torch.Tensor, ...]
+    gather: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One layer.
 
     Attributes:
         attn_norm, mlp_norm: before attention and before the MLP; None if the model has none.
-        qkv: rows of q, k and v, one below the other; or latent attention; or what a layer with a
-            state has.
+        qkv: rows of q, k and v, one below the other, or of q alone in layers that share KV; or
+            latent attention; or what a layer with a state has.
         q_gate: see ``ModelConfig.gated_attention``; None if the layer has none.
         q_norm, k_norm: of each head, or of all together; None if the model has none.
         attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
         sinks: [query_heads], see ``ModelConfig.sinks``; None if the model has none.
         o: the output projection.
         mlp: an MLP, or a mixture of experts.
+        altup: what it has for streams of hidden rows; None in other models.
     """
 
     attn_norm: Affine | None
@@ -155,16 +199,21 @@ class LayerWeights:
     o: Affine
     mlp_norm: Affine | None
     mlp: MlpWeights | ExpertWeights
+    altup: AltUpLayerWeights | None = None
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights of a decoder; ``head`` is ``embed`` itself when the embeddings are tied."""
+    """All weights of a decoder; ``head`` is ``embed`` itself when the embeddings are tied.
+
+    ``altup`` is None in models without streams of hidden rows.
+    """
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Affine
     head: torch.Tensor
+    altup: AltUpWeights | None = None
 
     @property
     def bytes(self) -> int:
@@ -215,6 +264,34 @@ class _Loader:
             layers=tuple(self._layer(layer) for layer in range(config.layers)),
             final_norm=self._affine("final_norm"),
             head=embed if config.tied_embeddings else self._tensor("lm_head.weight"),
+            altup=None if config.altup is None else self._streams(),
+        )
+
+    def _streams(self) -> AltUpWeights:
+        def each(name: str) -> tuple[torch.Tensor, ...]:
+            return tuple(self._tensor(f"{name}.{i}.weight") for i in range(STREAMS - 1))
+
+        return AltUpWeights(
+            layer_embed=self._tensor("layer_embed.weight"),
+            layer_project=self._tensor("layer_project.weight"),
+            layer_project_norm=self._affine("layer_project_norm"),
+            spread=each("altup_proj"),
+            gather=each("altup_unembed"),
+        )
+
+    def _altup(self, layer: str) -> AltUpLayerWeights:
+        return AltUpLayerWeights(
+            router_norm=self._affine(f"{layer}.altup_router_norm"),
+            router=self._tensor(f"{layer}.altup_router.weight"),
+            predict=self._tensor(f"{layer}.altup_predict.weight"),
+            correct=self._tensor(f"{layer}.altup_correct.weight"),
+            scale=self._tensor(f"{layer}.altup.correct_output_scale"),
+            laurel_left=self._tensor(f"{layer}.laurel_left.weight"),
+            laurel_right=self._tensor(f"{layer}.laurel_right.weight"),
+            laurel_norm=self._affine(f"{layer}.laurel_norm"),
+            layer_gate=self._affine(f"{layer}.layer_gate"),
+            layer_out=self._tensor(f"{layer}.layer_out.weight"),
+            layer_norm=self._affine(f"{layer}.layer_norm"),
         )
 
     def _layer(self, number: int) -> LayerWeights:
@@ -222,24 +299,28 @@ class _Loader:
         experts, space = config.experts_of(number), config.state_space_of(number)
         attends = space is None
         norms_heads = attends and (config.qk_norm or config.joint_qk_norm)
+        has_keys = not config.shares_kv(number)
         return LayerWeights(
             attn_norm=self._affine(f"{layer}.attn_norm") if config.pre_norms else None,
-            qkv=self._attention(layer) if space is None else self._states(layer, space),
+            qkv=self._attention(layer, has_keys) if space is None else self._states(layer, space),
             q_gate=self._affine(f"{layer}.q_gate") if config.gated_attention and attends else None,
             q_norm=self._affine(f"{layer}.q_norm") if norms_heads else None,
-            k_norm=self._affine(f"{layer}.k_norm") if norms_heads else None,
+            k_norm=self._affine(f"{layer}.k_norm") if norms_heads and has_keys else None,
             attn_post_norm=self._affine(f"{layer}.attn_post_norm") if config.post_norms else None,
             mlp_post_norm=self._affine(f"{layer}.mlp_post_norm") if config.post_norms else None,
             sinks=self._tensor(f"{layer}.attn.sinks") if config.sinks else None,
             o=self._affine(f"{layer}.o" if attends else f"{layer}.ssm_out"),
             mlp_norm=self._affine(f"{layer}.mlp_norm") if config.pre_norms else None,
             mlp=self._mlp(layer) if experts is None else self._experts(layer, experts),
+            altup=None if config.altup is None else self._altup(layer),
         )
 
-    def _attention(self, layer: str) -> Affine | LatentWeights:
+    def _attention(self, layer: str, has_keys: bool) -> Affine | LatentWeights:
         latent = self._checkpoint.config.latent
         if latent is not None:
             return self._latent(layer, latent)
+        if not has_keys:
+            return self._affine(f"{layer}.q")
         return self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v")
 
     def _states(self, layer: str, space: StateLayers) -> StateSpaceWeights | DeltaRuleWeights:

@@ -61,7 +61,7 @@ class ComparedModel:
     def kv_values_per_token(self) -> int:
         """Values of K and V per token of context."""
         config = self.checkpoint.config
-        layers = len(config.attention_layers)
+        layers = len(config.kv_layers)
         return config.vectors_per_cell * layers * config.kv_heads * config.head_dim
 
     @cached_property
@@ -97,6 +97,8 @@ class ComparedModel:
         config = self.checkpoint.config
         if name == "embed.weight" and not config.tied_embeddings:
             return 0.0  # only looked up
+        if name == "layer_embed.weight":
+            return 0.0  # so are tokens' embeddings for layers
         if config.experts is not None and ".experts." in name:
             return config.experts.per_token / config.experts.count
         return 1.0

@@ -27,8 +27,12 @@ GROUPS = {
     "router": ("router",),
     "experts in": ("experts_in",),
     "experts out": ("experts_out",),
+    "streams": (
+        "laurel_left", "laurel_right", "layer_gate", "layer_out", "layer_project", "spread",
+        "gather",
+    ),
     HEAD: ("head",),
-}
+}  # fmt: skip
 """Groups of matrices, by the names under which ``PackedModel.matrices`` has them.
 
 A model has some of them."""

@@ -1,0 +1,1 @@
+"""The forward pass of models whose hidden rows have several streams."""
