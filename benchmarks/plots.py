@@ -9,11 +9,11 @@ from midfill_lab.bench.methods.results import FULL, MethodsReport, ModelResult, 
 from midfill_lab.bench.peers.loads import decode_name, prefill_name
 from midfill_lab.bench.peers.results import (
     MIDFILL,
-    MIDFILL_PLAIN,
     NATIVE,
     TOKENS_PER_SECOND,
     Figure,
     PeersReport,
+    column,
     times_faster,
 )
 from midfill_lab.bench.rounds import RoundsReport
@@ -72,11 +72,7 @@ def _draw_lines(
     """Draw tokens/s: a colour per server, a line style per series (label -> x -> load)."""
     from matplotlib.ticker import LogLocator
 
-    names = list(
-        dict.fromkeys(
-            MIDFILL if server.name == MIDFILL_PLAIN else server.name for server in report.servers
-        )
-    )
+    names = list(dict.fromkeys(column(server.name) for server in report.servers))
     for number, name in enumerate(names):
         for style, (label, loads) in enumerate(series.items()):
             points = [(x, _own_or(report, name, load)) for x, load in loads.items()]
@@ -115,16 +111,17 @@ def _ratios(report: PeersReport) -> list[tuple[str, str, float]]:
     """Return (load, peer, how many times as fast midfill is): same prompts, then native."""
     found = []
     for server in report.servers:
-        if server.name in (MIDFILL, MIDFILL_PLAIN):
+        peer = column(server.name)
+        if peer == MIDFILL:
             continue
         for figure in server.figures:
             what = f"{figure.load}, {figure.layout}" if figure.layout else figure.load
             ratio = times_faster(report, figure)
             if ratio is not None:
-                found.append((f"{what}: {figure.measure}", server.name, ratio))
+                found.append((f"{what}: {figure.measure}", peer, ratio))
             ratio = times_faster(report, figure, own_layout=NATIVE) if figure.layout else None
             if ratio is not None:
-                found.append((f"{what} beside native: {figure.measure}", server.name, ratio))
+                found.append((f"{what} beside native: {figure.measure}", peer, ratio))
     return found
 
 

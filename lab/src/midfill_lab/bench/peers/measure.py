@@ -4,7 +4,8 @@ Same model, prompts, threads and room for KV; never two servers at once. Each is
 answers two small prompts to warm up, then gets every load of ``loads``. midfill runs twice:
 as it is, and without speculation for decode, so that what is compared there is decoding alone.
 Peers run at their best: llama.cpp in every format of weights that is asked for, vLLM in every
-dtype, each as a server of its own.
+dtype, each as a server of its own. Those that can draft tokens without another model run a second
+time for the decode load in which midfill does so, too.
 """
 
 import asyncio
@@ -22,7 +23,13 @@ from midfill.system.machine import describe_machine
 from midfill.system.process import ended_by_sigterm
 from midfill_lab.bench.clients import HttpClient
 from midfill_lab.bench.documents import Prompts
-from midfill_lab.bench.peers.llama_cpp import formats_for, launch_llama_cpp
+from midfill_lab.bench.peers.llama_cpp import (
+    IK_BUILD,
+    LLAMA_CPP_BUILD,
+    LlamaBuild,
+    formats_for,
+    launch_llama_cpp,
+)
 from midfill_lab.bench.peers.loads import (
     ALL_LAYOUTS,
     MIN_SEQUENCE,
@@ -35,7 +42,6 @@ from midfill_lab.bench.peers.openvino import launch_openvino
 from midfill_lab.bench.peers.process import ServerProcess, free_port
 from midfill_lab.bench.peers.results import (
     CPU,
-    LLAMA_CPP,
     LOADS,
     MIDFILL,
     OPENVINO,
@@ -205,7 +211,7 @@ def reason_to_skip(load: Load, context: int, figures: Sequence[Figure], limit: f
     return f"its prompts would take about {seconds:,.0f} s, more than the limit of {limit:,.0f} s"
 
 
-SERVERS = (MIDFILL, LLAMA_CPP, OPENVINO, VLLM)
+SERVERS = (MIDFILL, LLAMA_CPP_BUILD.name, IK_BUILD.name, OPENVINO, VLLM)
 QUICK = PeersOptions(
     prefill=(512, 1500),
     contexts=(16, 1000),
@@ -232,11 +238,13 @@ class Programs:
 
     Attributes:
         llama_server: llama.cpp's server.
+        ik_llama_server: ik_llama.cpp's server.
         openvino_python: an interpreter that has openvino-genai.
         vllm_python: an interpreter that has vllm.
     """
 
     llama_server: Path | None = None
+    ik_llama_server: Path | None = None
     openvino_python: Path | None = None
     vllm_python: Path | None = None
 
@@ -365,14 +373,43 @@ def _launches(
                 yield launch_midfill(
                     model, room, speculation=False, kinds=("decode",), device=device
                 )
-    if LLAMA_CPP in options.servers and device == CPU:
-        for weights in formats_for(model, options.llama_formats):
-            progress(f"llama.cpp: preparing weights, {weights}")
-            links = folder / "links"
-            yield launch_llama_cpp(model, room, programs.llama_server, links, weights)
+    for build, program in (
+        (LLAMA_CPP_BUILD, programs.llama_server),
+        (IK_BUILD, programs.ik_llama_server),
+    ):
+        if build.name in options.servers and device == CPU:
+            yield from _llama_launches(model, options, build, program, room, folder, progress)
     if OPENVINO in options.servers and device == CPU:
         yield launch_openvino(model, room, programs.openvino_python)
     if VLLM in options.servers:
         for dtype in options.vllm_dtypes:
             progress(f"vllm: preparing weights, {dtype}")
             yield launch_vllm(model, room, programs.vllm_python, dtype, device)
+
+
+def _llama_launches(
+    model: ComparedModel,
+    options: PeersOptions,
+    build: LlamaBuild,
+    program: Path | None,
+    room: Room,
+    folder: Path,
+    progress: LogLine,
+) -> Iterator[Launch | Missing]:
+    """Yield a server per format of weights, and where drafts say something, one with drafts."""
+    speculates = "decode" in options.loads and not model.random_weights
+    for weights in formats_for(model, options.llama_formats):
+        progress(f"{build.name}: preparing weights, {weights}")
+        for speculating in (False, True) if speculates else (False,):
+            launch = launch_llama_cpp(
+                model,
+                room,
+                program,
+                folder / "links",
+                weights,
+                build=build,
+                speculating=speculating,
+            )
+            yield launch
+            if isinstance(launch, Missing):
+                break

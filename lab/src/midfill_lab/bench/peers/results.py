@@ -16,11 +16,14 @@ from midfill_lab.reporting import ResultTable
 MIDFILL = "midfill"
 MIDFILL_PLAIN = "midfill without speculation"
 LLAMA_CPP = "llama.cpp"
+IK_LLAMA_CPP = "ik_llama.cpp"
 VLLM = "vllm"
 OPENVINO = "openvino"
 
 CPU = "cpu"
 """The device that is no GPU."""
+SPECULATING = " speculating"
+"""Ends the name of a peer's second run, in which it drafts tokens."""
 STORED = "stored"
 """llama.cpp's weights as the model's file has them."""
 NATIVE = "native"
@@ -38,8 +41,9 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
-        servers: of "midfill", "llama.cpp", "openvino" and "vllm".
-        llama_formats: weights that llama.cpp is measured with, each as a server of its own:
+        servers: of "midfill", "llama.cpp", "ik_llama.cpp", "openvino" and "vllm".
+        llama_formats: weights that llama.cpp and its fork are measured with, each as a server of
+            its own:
             ``STORED``, or a type of llama-quantize such as "q4_k_m".
         vllm_dtypes: likewise for vLLM: "float32", "bfloat16".
         loads: of ``LOADS``.
@@ -65,7 +69,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: chooses files and tokens.
     """
 
-    servers: tuple[str, ...] = (MIDFILL, LLAMA_CPP, OPENVINO, VLLM)
+    servers: tuple[str, ...] = (MIDFILL, LLAMA_CPP, IK_LLAMA_CPP, OPENVINO, VLLM)
     llama_formats: tuple[str, ...] = ("stored", "q4_0", "q4_k_m")
     vllm_dtypes: tuple[str, ...] = ("float32",)
     loads: tuple[str, ...] = ("prefill", "decode", "keystroke", "rounds", "session")
@@ -136,12 +140,17 @@ def figure(
     )
 
 
+def column(server: str) -> str:
+    """Return the column of tables for a server; one run with and without speculation has one."""
+    return MIDFILL if server == MIDFILL_PLAIN else server.removesuffix(SPECULATING)
+
+
 class ServerResult(msgspec.Struct, kw_only=True):
     """A server's run; it is filled in as the run goes on, and kept when that ends early.
 
     Attributes:
         name: as in ``PeersOptions.servers``, with the format or dtype where a peer is run in
-            several; midfill is run twice, see ``MIDFILL_PLAIN``.
+            several; servers that can draft tokens are run twice, see ``column``.
         version: that the server reports.
         precision: of its weights, activations and KV.
         settings: its options beside model, port and name.
@@ -202,7 +211,7 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
     def own(self, load: str, measure: str, layout: str) -> Figure | None:
         """Return midfill's figure from whichever of its runs measured it."""
         for server in self.servers:
-            if server.name in (MIDFILL, MIDFILL_PLAIN):
+            if column(server.name) == MIDFILL:
                 found = server.find(load, measure, layout)
                 if found is not None:
                     return found
@@ -247,7 +256,7 @@ _FIGURES_LEGEND = (
     "Medians (lowest to highest run). fim, psm: PRE prefix SUF suffix MID; efim: PRE head SUF "
     "suffix MID rest, laid out by the client; native: prefix and suffix as they are. Prefill: "
     "random tokens, one token out. Decode: real code, greedy, prompts in the cache before, tokens "
-    "of all streams together; midfill without speculation, but for the rows that say so."
+    "of all streams together, without speculation, but for the rows that say so."
 )
 _RATIO_LEGEND = (
     "How many times as fast midfill is, both given the same prompts, token by token; below 1.00x "
@@ -282,11 +291,10 @@ def peers_tables(report: PeersReport) -> list[ResultTable]:
 
 
 def _columns(report: PeersReport) -> dict[str, list[ServerResult]]:
-    """Return column -> servers whose figures it shows; midfill's two runs are one column."""
+    """Return column -> servers whose figures it shows."""
     columns: dict[str, list[ServerResult]] = {}
     for server in report.servers:
-        name = MIDFILL if server.name == MIDFILL_PLAIN else server.name
-        columns.setdefault(name, []).append(server)
+        columns.setdefault(column(server.name), []).append(server)
     return columns
 
 
@@ -310,13 +318,22 @@ def _find(servers: Sequence[ServerResult], row: Row) -> Figure | None:
 
 
 def _ratios(report: PeersReport) -> ResultTable:
-    """midfill beside each peer on the same prompts; no rows without figures of both."""
+    """midfill beside the best peer, and each of them, on the same prompts.
+
+    There are no rows without figures of both.
+    """
     peers = _peers(report)
     rows = []
     for row in _rows(report):
-        ratios = {name: _ratio(report, _find(servers, row)) for name, servers in peers.items()}
-        if set(ratios.values()) - {"-"}:
-            rows.append({**_labels(row), **ratios})
+        ratios = {
+            name: None if (theirs := _find(servers, row)) is None else times_faster(report, theirs)
+            for name, servers in peers.items()
+        }
+        found = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+        if found:
+            best = min(found, key=found.__getitem__)
+            cells = {name: _times(ratio) for name, ratio in ratios.items()}
+            rows.append({**_labels(row), "best peer": f"{cells[best]}, {best}", **cells})
     title = f"{report.model}: midfill against its peers, same prompts"
     return ResultTable(title=title, rows=rows, labels=3, caption=_RATIO_LEGEND)
 
@@ -431,7 +448,10 @@ def _number(value: float) -> str:
 def _ratio(report: PeersReport, theirs: Figure | None, own_layout: str | None = None) -> str:
     if theirs is None:
         return "-"
-    ratio = times_faster(report, theirs, own_layout=own_layout)
+    return _times(times_faster(report, theirs, own_layout=own_layout))
+
+
+def _times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{_number(ratio)}x"
 
 

