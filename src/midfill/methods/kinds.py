@@ -33,11 +33,31 @@ from midfill.methods.sequence_method import (
 )
 from midfill.methods.sparse_decode.sequence import DecodeReads, SparseDecodeKind
 from midfill.methods.sparse_prefill.sequence import SparsePrefillKind
+from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.runner import Runner
 
 _TRIAL_TOKENS = 1024
 """A trial has room for files, however short the model's context is."""
+
+
+def unsuited(config: ModelConfig, *, treats_latents: bool = False) -> str | None:
+    """Return why methods can't treat a model's KV; None if they can.
+
+    Args:
+        config: the model.
+        treats_latents: whether they are made for latent attention.
+    """
+    if config.vectors_per_cell == 1 and not treats_latents:
+        return (
+            "methods are not possible with latent attention, whose keys are values, too, but for"
+            " tpla"
+        )
+    if config.state_space is not None:
+        return "methods are not possible with models whose layers have a state instead of KV"
+    if config.kv_sharing_layers:
+        return "methods are not possible with models some of whose layers share their KV"
+    return None
 
 
 class MethodKinds:
@@ -56,9 +76,7 @@ class MethodKinds:
             further: kinds beside the registered ones.
         """
         self._slots = runner.slots
-        self._shares_values = runner.config.vectors_per_cell == 1
-        self._has_states = runner.states is not None
-        self._shares_kv = runner.config.kv_sharing_layers > 0
+        self._config = runner.config
         self._longest = max(_TRIAL_TOKENS, runner.config.context)
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
@@ -124,23 +142,10 @@ class MethodKinds:
         """
         if method is None:
             return NO_METHOD
-        treat_latents = (isinstance(each, PartedLatents) for _, each in methods_in(method))
-        if self._shares_values and not all(treat_latents):
-            raise InvalidRequestError(
-                "methods are not possible with latent attention, whose keys are values, too, but"
-                " for tpla",
-                param="method",
-            )
-        if self._has_states:
-            raise InvalidRequestError(
-                "methods are not possible with models whose layers have a state instead of KV",
-                param="method",
-            )
-        if self._shares_kv:
-            raise InvalidRequestError(
-                "methods are not possible with models some of whose layers share their KV",
-                param="method",
-            )
+        treats_latents = all(isinstance(each, PartedLatents) for _, each in methods_in(method))
+        reason = unsuited(self._config, treats_latents=treats_latents)
+        if reason is not None:
+            raise InvalidRequestError(reason, param="method")
         found = [
             kind.attach(name, each, request, sequence)
             for kind in self._kinds

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from tiny_checkpoints import write_tiny
 
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, MidfillError
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Tables
 from midfill.methods.registry import METHODS, MethodEntry
@@ -120,3 +121,19 @@ def test_a_broken_file_is_replaced(sums: list[int], checkpoint: Checkpoint) -> N
 def test_nonsense_is_refused(specification: str, error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
         resolve_calibrator(specification)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("deepseek2", "latent attention"),
+        ("granitehybrid", "a state instead of KV"),
+        ("gemma3n", "share their KV"),
+    ],
+)
+def test_models_whose_kv_no_method_treats_are_refused_before_any_step(
+    family: str, reason: str, tmp_path: Path, sums: list[int]
+) -> None:
+    with pytest.raises(MidfillError, match=reason):
+        calibrate("sums", open_checkpoint(write_tiny(family, tmp_path / family)))
+    assert sums == []

@@ -7,6 +7,7 @@ from typing import Any
 from midfill.errors import MidfillError
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration, CalibrationError
+from midfill.methods.kinds import unsuited
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import model_digest
 from midfill.system.progress import Progress, ignore_progress
@@ -36,6 +37,9 @@ def calibrate(
         MidfillError: the model doesn't suit the method, or the results can't be stored.
     """
     method, calibrator = resolve_calibrator(specification)
+    reason = unsuited(checkpoint.config)
+    if reason is not None:
+        raise MidfillError(reason)
     version = calibrator.version
     fields: Any = calibrator
     settings = dataclasses.asdict(fields)
