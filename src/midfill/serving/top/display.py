@@ -80,6 +80,8 @@ def _overview(history: History, width: int) -> Table:
         f" engine busy {_percent(history.rate('busy_seconds_total'))}",
     )
     table.add_row("KV", _kv(history, width))
+    if last.value("states"):
+        table.add_row("states", _states(history))
     hits = history.ratio("prefix_cache_hits_total", "prefix_cache_queries_total")
     table.add_row("prefix cache", f"{_percent(hits)} of prompt tokens found")
     drafts = ("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total")
@@ -113,6 +115,17 @@ def _kv(history: History, width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_row(ProgressBar(total=1.0, completed=used, width=_BAR), text)
     return grid
+
+
+def _states(history: History) -> str:
+    """Return what hybrids hold beside KV."""
+    last = history.last
+    return (
+        f"{last.value('states_used'):,.0f} in use, {last.value('state_snapshots'):,.0f} snapshots,"
+        f" of {last.value('states'):,.0f};"
+        f" snapshots {_rate(history.rate('state_snapshots_reused_total'))} reused,"
+        f" {_rate(history.rate('state_snapshots_evicted_total'))} evicted"
+    )
 
 
 def _percentiles(history: History, name: str) -> str:

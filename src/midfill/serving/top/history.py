@@ -21,6 +21,8 @@ COUNTERS_AND_GAUGES = (
     "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total",
     "steps_total", "busy_seconds_total", "engine_restarts_total", "request_success_total",
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+    "states", "states_used", "state_snapshots",
+    "state_snapshots_reused_total", "state_snapshots_evicted_total",
 )  # fmt: skip
 HISTOGRAMS = (
     "time_to_first_token_seconds",
