@@ -6,8 +6,8 @@ from tokenizers import AddedToken
 
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerBuilder, StopStrings
-from midfill.frontend.answer_format import HarmonyFormat, ThinkFormat, find_answer_format
-from midfill.frontend.channels import HARMONY
+from midfill.frontend.answer_format import HarmonyFormat, TagFormat, find_answer_format
+from midfill.frontend.channels import HARMONY, Call
 from midfill.frontend.sampling import SamplingParams
 from midfill.models.tokens.tokenizer import Tokenizer
 
@@ -97,8 +97,10 @@ def test_a_prompt_that_ends_with_the_tag_has_opened_it(
 def test_where_tags_are_tokens_a_conversation_that_spells_one_out_opens_nothing() -> None:
     tokenizer = model(TEMPLATE, TAGS)
     format = find_answer_format(tokenizer)
-    assert isinstance(format, ThinkFormat)
-    spelled = format.channels(tokenizer.encode("<think>")).reader()
+    assert isinstance(format, TagFormat)
+    channels = format.channels(tokenizer.encode("<think>"))
+    assert channels is not None
+    spelled = channels.reader()
     assert spelled.read("Hi.") == "Hi."
 
 
@@ -119,7 +121,7 @@ def test_a_format_is_known_by_vocabulary_and_template() -> None:
     assert find_answer_format(model(None, TAGS)) is None
     assert find_answer_format(model("{{ messages }}", TAGS)) is None
     closing = "{{ messages[0].content.split('</think>')[-1] }}"
-    assert isinstance(find_answer_format(model(closing)), ThinkFormat)
+    assert isinstance(find_answer_format(model(closing)), TagFormat)
 
 
 @pytest.mark.parametrize(
@@ -128,5 +130,46 @@ def test_a_format_is_known_by_vocabulary_and_template() -> None:
 )
 def test_other_models_have_other_tags(template: str, opening: str) -> None:
     format = find_answer_format(model(template))
-    assert isinstance(format, ThinkFormat)
-    assert format.tags.opening == opening
+    assert isinstance(format, TagFormat)
+    assert format.think is not None
+    assert format.think.opening == opening
+
+
+CALLING = "{{ tools }}<tool_call></tool_call>"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["with text", "control tokens"])
+@pytest.mark.parametrize("tokens", [(), ("<tool_call>", "</tool_call>")], ids=["spelled", "tokens"])
+def test_calls_are_told_from_the_content_of_chats_with_tools(
+    tokens: tuple[str, ...], special: bool
+) -> None:
+    tokenizer = model(CALLING, tokens, special=special)
+    format = find_answer_format(tokenizer)
+    assert format is not None
+    assert (format.has_calls, format.has_reasoning) == (True, False)
+    assert format.channels([]) is None
+    channels = format.channels([], TOOLS)
+    assert channels is not None
+    reader = channels.reader()
+    for token_id in tokenizer.encode(CALL, parse_special=True):
+        marker = channels.markers.get(token_id)
+        written = tokenizer.token_bytes(token_id).decode()
+        assert reader.read(written if marker is None else marker) == ""
+    assert reader.finish() == ""
+    assert Call.join(reader.take()[1]) == (Call("f", "{}"),)
+
+
+def test_a_model_may_think_and_call() -> None:
+    format = find_answer_format(model(CALLING + "<think>"))
+    assert format is not None
+    assert (format.has_calls, format.has_reasoning) == (True, True)
+    channels = format.channels([], TOOLS)
+    assert channels is not None
+    reader = channels.reader()
+    text = f"<think>I call {CALL}.</think>\n\nSo:\n{CALL}\n"
+    assert reader.read(text) + reader.finish() == "So:"
+    reasoning, calls = reader.take()
+    assert reasoning == f"I call {CALL}."
+    assert Call.join(calls) == (Call("f", "{}"),)

@@ -39,6 +39,8 @@ class Marker(Enum):
     CONSTRAIN = "constrain"
     MESSAGE = "message"
     END = "end"
+    CALL = "call"
+    CALL_END = "call end"
 
 
 Event = str | Marker
@@ -95,6 +97,12 @@ class AnswerParser(Protocol):
     def finish(self) -> tuple[Piece, ...]:
         """Return what was held back, once the answer has ended."""
         ...
+
+
+def trailing_overlap(text: str, tag: str) -> int:
+    """Return how many characters of a text's end are a tag's beginning, but not all of it."""
+    lengths = range(min(len(text), len(tag) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(tag[:length])), 0)
 
 
 class ChannelParser:

@@ -433,8 +433,8 @@ class PromptEncoder:
         check(count_characters([*messages, fields]))
         ids = self._chat.encode(messages, tenant, check, fields)
         self._limit.check_tokens(len(ids), "messages")
-        format = self.answer_format
-        return Prompt(ids, "", channels=None if format is None else format.channels(ids))
+        format, tools = self.answer_format, (fields or {}).get("tools", ())
+        return Prompt(ids, "", channels=None if format is None else format.channels(ids, tools))
 
 
 def fim_format(

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from midfill.frontend.channels import Event, Kind, Marker, Piece
+from midfill.frontend.channels import Event, Kind, Marker, Piece, trailing_overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ThinkParser:
             events += [text[copied : match.start()], self._markers[match.group()]]
             copied = match.end()
         rest = text[copied:]
-        partial = max(_overlap(rest, tag) for tag in self._markers)
+        partial = max(trailing_overlap(rest, tag) for tag in self._markers)
         self._partial = rest[len(rest) - partial :]
         return [*events, rest[: len(rest) - partial]]
 
@@ -118,9 +118,3 @@ class ThinkParser:
 
     def _add(self, kind: Kind, text: str) -> list[Piece]:
         return [Piece(kind, text)] if text else []
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Return how many characters of a text's end are a tag's beginning, but not all of it."""
-    lengths = range(min(len(text), len(tag) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(tag[:length])), 0)

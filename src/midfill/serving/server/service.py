@@ -370,7 +370,8 @@ class ModelService:
     @property
     def has_reasoning(self) -> bool:
         """Whether reasoning is told from the content of chats' answers."""
-        return self._prompts.answer_format is not None
+        format = self._prompts.answer_format
+        return format is not None and format.has_reasoning
 
     @property
     def has_calls(self) -> bool:

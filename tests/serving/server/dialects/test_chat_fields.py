@@ -1,6 +1,6 @@
-"""Chats with a model that thinks, through a real socket, with OpenAI's and Ollama's own clients.
+"""Chats with models that think or call, through real sockets, with OpenAI's and Ollama's clients.
 
-The served model reasons, and then answers: each of its tokens is followed by the next one.
+Each of a served model's tokens is followed by the next one.
 """
 
 from collections.abc import Iterator
@@ -139,3 +139,51 @@ def test_an_unknown_effort_is_refused_by_ollamas_name(server: RunningServer) -> 
     response = server.post("/api/chat", body)
     assert response.status_code == 400
     assert response.json()["error"].startswith("think must be one of")
+
+
+ARGUMENTS = '{"city": "Ulm"}'
+CALL = ("assistant", "<tool_call>", f'{{"name": "weather", "arguments": {ARGUMENTS}}}')
+CALL_TEMPLATE = (
+    "{% if tools %}Write <tool_call>\\n</tool_call> for {{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant"
+)
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    answer = (*CALL, "</tool_call>", "<|endoftext|>")
+    folder = write_scripted(tmp_path_factory.mktemp("calls"), CALL_TEMPLATE, pairwise(answer))
+    with start(folder, "--kv-memory", "4MB", "--alias", "thinks") as server:
+        yield server
+
+
+def test_calls_between_tags_are_tool_calls(calling: RunningServer) -> None:
+    create = calling.openai().chat.completions.create
+    (choice,) = create(**chat(tools=TOOLS)).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    ((name, arguments),) = (
+        (call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()
+    )
+    assert (name, arguments) == ("weather", ARGUMENTS)
+    chunks = [chunk.choices[0] for chunk in create(**chat(tools=TOOLS, stream=True))]
+    calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert "".join(call.name or "" for call in calls) == "weather"
+    assert "".join(call.arguments or "" for call in calls) == ARGUMENTS
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert not any(chunk.delta.content for chunk in chunks)
+
+
+def test_without_tools_tags_of_calls_are_content(calling: RunningServer) -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = calling.openai().chat.completions.create(**chat(**fields)).choices
+        assert choice.message.content == "".join((*CALL[1:], "</tool_call>"))
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+
+
+def test_ollamas_clients_get_calls_too(calling: RunningServer) -> None:
+    client = ollama.Client(host=calling.url)
+    message = client.chat("thinks", [{"role": "user", "content": "hi"}], tools=TOOLS).message
+    (call,) = message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == ("weather", {"city": "Ulm"})
+    assert "tools" in (client.show("thinks").capabilities or ())
