@@ -162,7 +162,6 @@ TESTED_THROUGH = {
         "serving/server/dialects/llama_cpp_model",
         "serving/server/served_engine",
     ),
-    "serving/server/test_top.py": ("serving/top/display",),
     "serving/server/test_warm_tier.py": ("kv/tiers/warm_tier",),
 }
 """A file of tests -> the modules that it tests, of those without a file of tests of their own."""

@@ -133,10 +133,10 @@ class CallParser:
 def _parsed_json(text: str) -> tuple[str, str] | None:
     with suppress(ValueError, RecursionError):
         call = json.loads(text)
-        if isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]:
+        name = call.get("name") if isinstance(call, dict) else None
+        if isinstance(name, str) and name:
             arguments = call.get("arguments", call.get("parameters", {}))
-            is_text = isinstance(arguments, str)
-            return call["name"], arguments if is_text else _json(arguments)
+            return name, arguments if isinstance(arguments, str) else _json(arguments)
     return None
 
 
