@@ -183,7 +183,9 @@ def test_empty_panels_say_what_will_fill_them(
     page.route("**/metrics/history", lambda route: route.fulfill(body=NO_HISTORY))
     page.route("**/metrics", lambda route: route.fulfill(body=written({}, 0, 0)))
     page.reload()
-    dashboard.wait_until("document.querySelectorAll('.empty:not([hidden])').length === 4")
+    dashboard.wait_until(
+        "document.querySelectorAll('.panel:not([hidden]) .empty:not([hidden])').length === 4"
+    )
     shown = [one.text_content() for one in page.locator(".empty").all() if one.is_visible()]
     assert all(
         re.fullmatch(r"(No|The engine has run no) .*\. .* will be here\.", one) for one in shown
@@ -257,6 +259,6 @@ def test_charts_fit_and_are_read_by_keyboard(
     for _ in range(3):  # a link, the theme, the first chart
         dashboard.page.keyboard.press("Tab")
     dashboard.page.keyboard.press("ArrowLeft")
-    charts = dashboard.page.locator(".panel svg")
+    charts = dashboard.page.locator(".panel:not([hidden]) svg")
     assert dashboard.page.locator(".cross").count() == charts.count()
     assert "Answers, 10 s ago: " in charts.first.get_attribute("aria-label")
