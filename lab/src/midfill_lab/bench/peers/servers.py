@@ -259,7 +259,9 @@ def launch_midfill(
 
 
 def _is_quantised(model: ComparedModel) -> bool:
-    return not model.stored_kinds.startswith(("f32", "f16", "bf16"))
+    """Return whether a model has matrices in fewer bits; a mixture's routers stay floats."""
+    kinds = {*model.layer_kinds, model.checkpoint.tensor("embed.weight").kind}
+    return not kinds <= {"f32", "f16", "bf16"}
 
 
 def _kv_bytes(model: ComparedModel, device: str) -> int:
@@ -268,12 +270,15 @@ def _kv_bytes(model: ComparedModel, device: str) -> int:
 
 
 def _read_bytes(banner: str, model: ComparedModel, kv_bytes: int) -> ReadBytes:
-    """Return the bytes that the server's banner states; weights are packed in its own format."""
+    """Return the bytes that the server's banner states; weights are packed in its own format.
+
+    Of a mixture it states all experts', of which a token reads a few, so what is stored counts.
+    """
     weights, kv = _BANNER_WEIGHTS.search(banner), _BANNER_KV.search(banner)
     return ReadBytes(
         weights=(
             round(float(weights["size"]) * _UNITS[weights["unit"]])
-            if weights is not None
+            if weights is not None and model.checkpoint.config.experts is None
             else model.stored_bytes_read
         ),
         kv_per_token=int(kv["bytes"]) // int(kv["slots"]) if kv is not None else kv_bytes,
