@@ -57,7 +57,6 @@ HARMONY: Mapping[str, Marker] = {
     "<|return|>": Marker.END,
     "<|call|>": Marker.END,
 }
-
 """The format's markers by the text of their tokens."""
 
 _CONTENT_CHANNELS = ("final", "commentary", "")

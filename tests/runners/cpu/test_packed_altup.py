@@ -8,10 +8,16 @@ import pytest
 from tiny_checkpoints import write_tiny, write_variant
 
 from midfill.errors import CheckpointError, OptionError
+from midfill.kernels.cpu.altup import data
 from midfill.kernels.cpu.kv_cache import KVCacheDtype
+from midfill.models import altup
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.packed_model import load_packed
 from midfill.runners.cpu.runner import choose_kv_cache_dtype, slot_bytes
+
+
+def test_kernels_and_configurations_mean_as_many_streams() -> None:
+    assert data.STREAMS == altup.STREAMS
 
 
 def test_each_weight_is_in_memory_once(tmp_path: Path) -> None:

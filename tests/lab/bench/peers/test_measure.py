@@ -257,6 +257,12 @@ def test_loads_that_would_take_too_long_are_left_out(folder_model: ComparedModel
     assert reason_to_skip(long, 9001, slow, limit=1) is None  # measures what others go by
 
 
+def test_a_gpu_is_for_servers_that_compute_on_it(folder_model: ComparedModel) -> None:
+    options = msgspec.structs.replace(PREFILL, device="cuda", servers=("llama.cpp", "openvino"))
+    with pytest.raises(MidfillError, match="compares midfill and vllm alone; --only names neither"):
+        compare_peers(folder_model, options, Programs())
+
+
 def test_a_gpu_that_is_not_there_is_named(folder_model: ComparedModel) -> None:
     pytest.importorskip("torch")
     options = msgspec.structs.replace(PREFILL, device="cuda:99")

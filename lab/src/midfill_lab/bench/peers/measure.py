@@ -266,8 +266,13 @@ def compare_peers(
             are kept and not run again.
 
     Raises:
-        MidfillError: no load fits the model's context, or ``earlier`` is of another comparison.
+        MidfillError: no load fits the model's context, ``earlier`` is of another comparison, or
+            none of the servers computes on the device.
     """
+    if options.device != CPU and not {MIDFILL, VLLM} & set(options.servers):
+        raise MidfillError(
+            f"--device {options.device} compares midfill and vllm alone; --only names neither"
+        )
     prompts = Prompts(model.checkpoint.tokenizer, options.seed)
     loads = loads_for(options, prompts, ALL_LAYOUTS)
     fitting = [load for load in loads if load.sequence <= model.context]
