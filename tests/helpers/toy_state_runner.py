@@ -4,10 +4,13 @@ Its logits depend on all tokens that a request's state has seen, in order: a sta
 cleared, that has seen a token twice, or that belongs to other tokens changes the answer.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from toy_runner import HIDDEN, ToyRunner
 
 from midfill.arrays import Float64Array
+from midfill.models.config import StateSpace
 from midfill.runners.forward.batch import ForwardBatch
 
 
@@ -39,6 +42,9 @@ class ToyStateRunner(ToyRunner):
 
     def __init__(self, slots: int, states: int, context: int = 200) -> None:
         super().__init__(slots, context=context)
+        last = (self.config.layers - 1,)
+        space = StateSpace(layers=last, heads=1, head_dim=HIDDEN, state_dim=1, conv_width=1)
+        self.config = replace(self.config, state_space=space)
         self.states = ToyStates(states)
 
     def _run_layers(
