@@ -10,7 +10,7 @@ from midfill_lab.cli.bench.app import app
     ("arguments", "message"),
     [
         (["--resume"], "--resume continues what a file holds: name it with --json"),
-        (["--vllm-dtypes", "int8"], "--vllm-dtypes names int8; there are float32, bfloat16"),
+        (["--vllm-dtypes", "int8"], "--vllm-dtypes names int8; there are float32, bfloat16, w8a8"),
         (["--llama-formats", "a b"], "--llama-formats names 'a b'"),
     ],
 )

@@ -45,7 +45,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
         llama_formats: weights that llama.cpp and its fork are measured with, each as a server of
             its own:
             ``STORED``, or a type of llama-quantize such as "q4_k_m".
-        vllm_dtypes: likewise for vLLM: "float32", "bfloat16".
+        vllm_dtypes: likewise for vLLM: "float32", "bfloat16", "w8a8".
         loads: of ``LOADS``.
         prefill: prompt lengths, in tokens.
         contexts: tokens before the first decoded one.

