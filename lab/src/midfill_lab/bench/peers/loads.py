@@ -166,22 +166,27 @@ def _decode(
 ) -> Load:
     room = max(options.contexts) + options.decoded
     name = decode_name(context, streams, speculating=kind == SPECULATIVE)
+    # A server may draft what it has answered before: there each run has a prompt of its own.
+    sets = options.repeats if kind == SPECULATIVE else 1
 
     async def run(subject: Subject) -> list[Figure]:
-        pieces = [prompts.code_tokens(stream, context, room) for stream in range(streams)]
+        numbers = range(sets * streams)
+        pieces = [prompts.code_tokens(number, context, room) for number in numbers]
         for number, piece in enumerate(pieces):
-            subject.progress(f"{name}, prompt {number + 1} of {streams}")
+            subject.progress(f"{name}, prompt {number + 1} of {len(pieces)}")
             await subject.ask(prompt=piece, max_tokens=1)
         rates = []
         for repeat in range(options.repeats):
             subject.progress(f"{name}, run {repeat + 1} of {options.repeats}")
-            rates.append(await _decode_together(subject, pieces, options.decoded))
+            first = repeat % sets * streams
+            together = pieces[first : first + streams]
+            rates.append(await _decode_together(subject, together, options.decoded))
         bound = None
         if kind == "decode":
             bound = subject.bound(context + options.decoded / 2, streams)
         return [figure(kind, name, TOKENS_PER_SECOND, rates, bound=bound)]
 
-    return Load(kind, name, context + options.decoded, streams, context * streams, run)
+    return Load(kind, name, context + options.decoded, streams, context * streams * sets, run)
 
 
 async def _decode_together(subject: Subject, pieces: Sequence[list[int]], tokens: int) -> float:
