@@ -33,6 +33,8 @@ from midfill.system.files import replacing_file
 from midfill.system.machine import format_size
 
 _BYTES_PER_WEIGHT = 5
+_TENSORS_PER_LINE = 32
+"""Tensors that are written from one line of progress to the next."""
 """Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
 
 
@@ -72,6 +74,15 @@ class Shape:
         if self.experts is None:
             return "llama"
         return "qwen3moe" if self.window is None else "gpt-oss"
+
+    @property
+    def file_type(self) -> gguf.LlamaFileType:
+        """GGUF's name of what most of its weights are stored as."""
+        if self.architecture == "gpt-oss":
+            return gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+        if self.k_quants:
+            return gguf.LlamaFileType.MOSTLY_Q4_K_M
+        return gguf.LlamaFileType.MOSTLY_Q4_0
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -242,6 +253,8 @@ def write_random_model(
         MidfillError: the tokenizer has more tokens than the shape's vocabulary.
     """
     writer = gguf.GGUFWriter(path, shape.architecture)
+    # OpenVINO reads no file without it.
+    writer.add_file_type(shape.file_type)
     _add_dimensions(writer, shape)
     ordinary = _add_tokenizer(writer, tokens_from, shape.vocab)
     tensors = _tensors(shape)
@@ -257,7 +270,8 @@ def write_random_model(
     writer.write_ti_data_to_file()
     random = np.random.default_rng(0)
     for number, (name, (dimensions, kind)) in enumerate(tensors.items()):
-        progress(f"random weights: tensor {number + 1} of {len(tensors)}")
+        if number % _TENSORS_PER_LINE == 0:
+            progress(f"random weights: tensor {number + 1} of {len(tensors)}")
         mask = ordinary if name in ("token_embd.weight", "output.weight") else None
         drawn = draw(name, dimensions, kind, random, mask)
         writer.write_tensor_data(np.concatenate(list(drawn)))

@@ -130,6 +130,21 @@ class TestOwnServer:
             compare_peers(folder_model, options, Programs(), earlier=report)
 
 
+def test_further_turns_start_servers_again_and_pool_their_runs(folder_model: ComparedModel) -> None:
+    once = msgspec.structs.replace(PREFILL, servers=("midfill",))
+    twice = msgspec.structs.replace(once, turns=2)
+    report = compare_peers(folder_model, once, Programs())
+    # As a run of two turns leaves it that was interrupted after the first.
+    interrupted = msgspec.structs.replace(report, options=twice)
+    (first,) = msgspec.json.decode(msgspec.json.encode(report), type=PeersReport).servers
+    (both,) = compare_peers(folder_model, twice, Programs(), earlier=interrupted).servers
+    (first_run,) = first.figures[0].values
+    assert not both.error
+    assert both.turns == 2
+    assert both.figures[0].values[0] == first_run
+    assert both.figures[0].runs == len(both.figures[0].values) == 2
+
+
 class TestMissing:
     def test_a_line_with_the_command_that_installs_it(
         self, gguf_model: ComparedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

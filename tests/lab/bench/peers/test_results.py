@@ -15,9 +15,11 @@ from benchmarks.report import markdown
 from benchmarks.tables import KINDS
 from midfill.errors import MidfillError
 from midfill_lab.bench.peers.results import (
+    TOKENS_PER_SECOND,
     PeersReport,
     figure,
     peers_drawn,
+    pooled,
     read_peers,
     times_faster,
 )
@@ -158,3 +160,35 @@ def test_shares_are_of_the_fastest_bandwidth_of_the_run() -> None:
     before, after = ([float(n) for n in re.findall(r"(\d+)%", row)] for row in shares)
     assert before
     assert after == [pytest.approx(share / 2, abs=1) for share in before]
+
+
+def test_turns_are_pooled_run_by_run() -> None:
+    decode, prefill = "decode at 16, 1 stream", "prefill of 512"
+    first = server_result(
+        "midfill",
+        [figure("decode", decode, TOKENS_PER_SECOND, [10.0, 30.0], bound=40.0)],
+        bytes_per_second=20e9,
+        skipped={prefill: "disturbed", "rounds, 1 user": "too slow"},
+    )
+    second = server_result(
+        "midfill",
+        [
+            figure("decode", decode, TOKENS_PER_SECOND, [50.0], bound=60.0),
+            figure("prefill", prefill, TOKENS_PER_SECOND, [7.0]),
+        ],
+        bytes_per_second=30e9,
+        peak_rss_bytes=3_000_000_000,
+        ready_seconds=2.5,
+    )
+    both = pooled(first, second)
+    assert both.turns == 2
+    assert both.bytes_per_second == 30e9
+    assert both.peak_rss_bytes == 3_000_000_000
+    assert both.ready_seconds == 1.5
+    assert both.skipped == {"rounds, 1 user": "too slow"}
+    pooled_decode, pooled_prefill = both.figures
+    assert pooled_decode.values == (10.0, 30.0, 50.0)
+    assert (pooled_decode.median, pooled_decode.lowest, pooled_decode.highest) == (30.0, 10.0, 50.0)
+    assert pooled_decode.bound == 60.0
+    assert pooled_prefill == second.figures[1]
+    assert pooled(second, first).find(decode, TOKENS_PER_SECOND, "") is not None

@@ -1,6 +1,7 @@
 """``bench peers``: midfill's server and those of others, one after another on one machine.
 
 Same model, prompts, threads and room for KV; never two servers at once. Each is started afresh,
+once or in several turns, between which a shared machine may become faster or slower for all,
 answers two small prompts to warm up, then gets every load of ``loads``. midfill runs twice:
 as it is, and without speculation for decode, so that what is compared there is decoding alone.
 Peers run at their best: llama.cpp in every format of weights that is asked for, vLLM in every
@@ -11,7 +12,7 @@ time for the decode load in which midfill does so, too.
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +52,7 @@ from midfill_lab.bench.peers.results import (
     PeersOptions,
     PeersReport,
     ServerResult,
+    pooled,
 )
 from midfill_lab.bench.peers.servers import (
     PORT,
@@ -289,19 +291,35 @@ def compare_peers(
         servers=[] if earlier is None else _finished(earlier, model, options, room),
         missing={},
     )
-    names = {server.name for server in report.servers}
     with tempfile.TemporaryDirectory(prefix="midfill-peers-") as folder, ended_by_sigterm():
+        launches = []
         for launch in _launches(model, options, programs, room, Path(folder), progress):
-            if launch.name in names:
-                progress(f"{launch.name}: measured before")
-                continue
             if isinstance(launch, Missing):
                 report.missing[launch.name] = launch.reason
+                save(report)
             else:
-                log = Path(folder) / f"{len(report.servers)}.log"
-                report.servers.append(run_server(launch, work, log))
-            save(report)
+                launches.append(launch)
+        for turn in range(options.turns):
+            for number, launch in enumerate(launches):
+                log = Path(folder) / f"{turn}-{number}.log"
+                _take_turn(turn, launch, work, log, report)
+                save(report)
     return report
+
+
+def _take_turn(turn: int, launch: Launch, work: Work, log: Path, report: PeersReport) -> None:
+    """Run a server once more, unless it has had this turn or failed; the report is updated."""
+    numbers = {server.name: number for number, server in enumerate(report.servers)}
+    number = numbers.get(launch.name)
+    if number is None:
+        report.servers.append(run_server(launch, work, log))
+        return
+    earlier = report.servers[number]
+    if earlier.turns > turn or earlier.error:
+        work.progress(f"{launch.name}: measured before")
+        return
+    again = run_server(replace(launch, first_start=False), work, log)
+    report.servers[number] = pooled(earlier, again)
 
 
 def _finished(

@@ -59,6 +59,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
         session: requests of the editing session.
         repeats: runs of prefill and decode.
         round_repeats: runs of rounds.
+        turns: how many times each server is started and measured, in turn with the others.
         threads: per server.
         device: of PyTorch, on which midfill and vLLM compute; llama.cpp and OpenVINO are compared
             on "cpu" alone.
@@ -85,6 +86,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
     session: int = 40
     repeats: int = 3
     round_repeats: int = 3
+    turns: int = 1
     threads: int = 1
     device: str = CPU
     load_limit: float = 1200.0
@@ -103,6 +105,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
             there is nothing to lay out.
         median, lowest, highest: over the runs.
         runs: how many.
+        values: of each run, in order.
         bound: tokens/s that memory's bandwidth allows; None where other limits matter.
     """
 
@@ -114,6 +117,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     lowest: float
     highest: float
     runs: int
+    values: tuple[float, ...] = ()
     bound: float | None = None
 
 
@@ -136,6 +140,7 @@ def figure(
         lowest=min(values),
         highest=max(values),
         runs=len(values),
+        values=tuple(values),
         bound=bound,
     )
 
@@ -165,6 +170,7 @@ class ServerResult(msgspec.Struct, kw_only=True):
         error: why the run ended early; "" if it didn't.
         more_tokens: how many tokens more than the model's own tokenizer the server counts in a
             small text.
+        turns: how many times it was started and measured.
     """
 
     name: str
@@ -180,6 +186,7 @@ class ServerResult(msgspec.Struct, kw_only=True):
     skipped: dict[str, str] = {}
     error: str = ""
     more_tokens: int = 0
+    turns: int = 1
 
     def find(self, load: str, measure: str, layout: str) -> Figure | None:
         """Return a figure, or None if it was not measured."""
@@ -187,6 +194,48 @@ class ServerResult(msgspec.Struct, kw_only=True):
             if (figure.load, figure.measure, figure.layout) == (load, measure, layout):
                 return figure
         return None
+
+
+def pooled(earlier: ServerResult, later: ServerResult) -> ServerResult:
+    """Return a server's result over another turn, each figure over the runs of all turns.
+
+    The best bandwidth, the shortest start and the largest memory count.
+    """
+    figures = [
+        _pooled_figure(found, later.find(found.load, found.measure, found.layout))
+        for found in earlier.figures
+    ]
+    known = [(found.load, found.measure, found.layout) for found in figures]
+    figures += [
+        found for found in later.figures if (found.load, found.measure, found.layout) not in known
+    ]
+    starts = [each.ready_seconds for each in (earlier, later) if each.ready_seconds is not None]
+    peaks = [each.peak_rss_bytes for each in (earlier, later) if each.peak_rss_bytes is not None]
+    measured = {found.load for found in figures}
+    skipped = {**earlier.skipped, **later.skipped}
+    return msgspec.structs.replace(
+        later,
+        bytes_per_second=max(earlier.bytes_per_second, later.bytes_per_second),
+        ready_seconds=min(starts, default=None),
+        peak_rss_bytes=max(peaks, default=None),
+        figures=figures,
+        skipped={load: reason for load, reason in skipped.items() if load not in measured},
+        turns=earlier.turns + later.turns,
+    )
+
+
+def _pooled_figure(earlier: Figure, later: Figure | None) -> Figure:
+    if later is None:
+        return earlier
+    bounds = [each.bound for each in (earlier, later) if each.bound is not None]
+    return figure(
+        earlier.kind,
+        earlier.load,
+        earlier.measure,
+        (*earlier.values, *later.values),
+        layout=earlier.layout,
+        bound=max(bounds, default=None),
+    )
 
 
 class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,9 +453,13 @@ def _caption(report: PeersReport) -> str:
     if report.gpu:
         read = "of the GPU's memory, by a copy within it,"
         place = f"{report.gpu}; {place}"
+    turns = ""
+    if options.turns > 1:
+        turns = f"each server was started {options.turns} times, in turn with the others; "
     return (
-        f"{report.model}; threads: {options.threads}; room for {report.kv_tokens:,} tokens of KV "
-        f"each; runs of prefill and decode: {options.repeats}, of rounds: {options.round_repeats}, "
+        f"{report.model}; {turns}threads: {options.threads}; room for {report.kv_tokens:,} tokens "
+        f"of KV each; runs of prefill and decode: {options.turns * options.repeats}, "
+        f"of rounds: {options.turns * options.round_repeats}, "
         f"keystrokes: {options.keystrokes}; warmed up with two answers of 16 tokens to 256. "
         "Peak memory: resident in all of a server's processes. "
         f"Bandwidth: {read} just before the server was started. {place}."

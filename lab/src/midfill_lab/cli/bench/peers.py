@@ -38,6 +38,14 @@ RepeatsOption = Annotated[
     int | None,
     typer.Option(min=1, help="Runs of each load; if not set 3, with --quick 2, of rounds 1."),
 ]
+TurnsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="How many times each server is started and measured, in turn with the others: for"
+        " machines whose speed changes from minute to minute.",
+    ),
+]
 LoadLimitOption = Annotated[
     float,
     typer.Option(
@@ -140,6 +148,7 @@ class MeasuredFlags:
     streams: StreamsOption = None
     users: UsersOption = None
     repeats: RepeatsOption = None
+    turns: TurnsOption = 1
     load_limit: LoadLimitOption = 1200
 
     @property
@@ -161,6 +170,7 @@ class MeasuredFlags:
             loads=parse_names(self.loads, LOADS, "--loads"),
             repeats=self.repeats or chosen.repeats,
             round_repeats=self.repeats or chosen.round_repeats,
+            turns=self.turns,
             load_limit=self.load_limit,
         )
 
