@@ -33,9 +33,9 @@ from midfill.system.files import replacing_file
 from midfill.system.machine import format_size
 
 _BYTES_PER_WEIGHT = 5
+"""Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
 _TENSORS_PER_LINE = 32
 """Tensors that are written from one line of progress to the next."""
-"""Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
 
 
 @dataclass(frozen=True)
