@@ -19,7 +19,7 @@ from midfill.errors import MidfillError, OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import Experts, ModelConfig, tensor_shapes
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.torch.runner import CAPTURED_ROWS, TorchRunner
+from midfill.runners.torch.runner import CAPTURED_ROWS, TorchRunner, load_torch_runner
 from midfill.stored_tensor import StoredTensor
 from midfill_lab.bench.roofline.gpu import bfloat16_per_second, copied_per_second
 from midfill_lab.cli.bench.options import JsonOption
@@ -148,7 +148,7 @@ def gpu_steps(
     figures: list[dict[str, object]] = []
     for name in names:
         checkpoint = cast(Checkpoint, RandomCheckpoint(SHAPES[name]))
-        runner = TorchRunner(
+        runner = load_torch_runner(
             checkpoint, slots=_SLOTS, device="cuda", dtype=torch.bfloat16,
             captured_rows=CAPTURED_ROWS,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from benchmarks.gpu_steps import (
     steps_table,
 )
 from midfill.models.config import Experts, ModelConfig
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 
 SMALL = replace(
     SHAPES["135m"], layers=1, hidden=64, query_heads=4, kv_heads=2, head_dim=16, ffn=64, vocab=200
@@ -28,7 +28,7 @@ MIXED = replace(
 
 
 def runner_of(config: ModelConfig) -> TorchRunner:
-    return TorchRunner(RandomCheckpoint(config), slots=100_000)  # type: ignore[arg-type]
+    return load_torch_runner(RandomCheckpoint(config), slots=100_000)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", [SMALL, MIXED], ids=["dense", "mixture"])

@@ -10,11 +10,9 @@ import pytest
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.chat import ChatTemplate
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompt_encoder import PromptEncoder, file_bounds, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
-from midfill.infill.context_files import ContextFile, context_segments
-from midfill.infill.formats import FimFormat, Sentinel
-from midfill.infill.layout import PromptLayout, TextSegment, lay_out
+from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.models.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
@@ -423,27 +421,6 @@ def test_a_file_that_never_fits_is_dropped(prompts: PromptEncoder) -> None:
             InfillRequest(prefix="p = ", context_files=(ContextFile(text),), snippets=True)
         )
         assert alone.token_ids == prompts.infill(InfillRequest(prefix="p = ")).token_ids
-
-
-def test_a_file_begins_after_one_separator_and_ends_with_the_next() -> None:
-    pre, suf, mid, repository, separator = (
-        Sentinel(name, number) for number, name in enumerate("PSMRF")
-    )
-    format = FimFormat("made up", pre, suf, mid, repository=repository, file_separator=separator)
-    files = [ContextFile("A = 1\n", "a.py"), ContextFile("B = 2\n", "b.py")]
-    context = context_segments(format, files, path="d.py", repository="here")
-    segments, name = lay_out(format, "p = ", "\n", 0, context_segments=context)
-    layout = PromptLayout(segments=segments, layout=name, context_segments=context)
-    assert [one.text for one in segments[:8]] == [
-        "R", "here\n", "F", "a.py\nA = 1\n", "F", "b.py\nB = 2\n", "F", "d.py\n",
-    ]  # fmt: skip
-    counts = [0, *(10 if isinstance(one, TextSegment) else 1 for one in segments)]
-    parts = [[7] * count for count in counts]
-
-    def nothing(text: str, files: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
-        return ()
-
-    assert file_bounds(layout, parts, format, nothing) == (12, 23, 34)
 
 
 def test_files_without_separators_are_found_by_their_texts(

@@ -210,9 +210,9 @@ def check_idle(engine: Engine) -> None:
 
 def torch_runner(checkpoint: Checkpoint, slots: int) -> Runner:
     """Return the reference on the CPU; without torch the test that asks for it is skipped."""
-    from midfill.runners.torch.runner import TorchRunner
+    from midfill.runners.torch.runner import load_torch_runner
 
-    return TorchRunner(checkpoint, slots=slots)
+    return load_torch_runner(checkpoint, slots=slots)
 
 
 def next_logits(runner: Runner, tokens: list[int]) -> Float32Array:

@@ -8,7 +8,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.runners.forward.attention import QUERY_BLOCK
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.decoder import Decoder, PreparedBatch
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 
 
 class StreamingDecoder(Decoder):
@@ -92,7 +92,7 @@ def masked_logprobs(
     row, key = torch.arange(count)[:, None], torch.arange(count)
     begin = torch.where(row < prompt, row // QUERY_BLOCK * QUERY_BLOCK, row - 1)
     streamed = (key <= row) & ((key < rule.sinks) | (begin - key < rule.recent))
-    own = TorchRunner(checkpoint, slots=count).decoder
+    own = load_torch_runner(checkpoint, slots=count).decoder
     decoder = MaskedDecoder(own.config, own.weights, own.kv_cache).with_mask(split, streamed)
     return _logprobs(decoder, tokens, prompt)
 

@@ -14,7 +14,7 @@ from midfill.models.checkpoints import model_store
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.families import huggingface_names
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import load_torch_runner
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
@@ -68,7 +68,7 @@ def code(checkpoint: Checkpoint) -> list[int]:
 def test_real_code_gets_the_logits_and_tokens_of_transformers(
     checkpoint: Checkpoint, reference: LlamaForCausalLM, code: list[int]
 ) -> None:
-    stepper = Stepper(TorchRunner(checkpoint, slots=1024))
+    stepper = Stepper(load_torch_runner(checkpoint, slots=1024))
     cold, chunked = Sequence(list(code)), Sequence(list(code))
     cold_logits = stepper.prefill(cold)
     chunked_logits = stepper.prefill(chunked, chunk_sizes=[128, 1, 200])

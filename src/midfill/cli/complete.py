@@ -30,6 +30,7 @@ from midfill.errors import MidfillError
 from midfill.infill.trim import Brackets, Lines
 
 if TYPE_CHECKING:
+    from midfill.frontend.sampling import SamplingParams
     from midfill.llm import LLM
     from midfill.system.progress import Progress
 
@@ -121,20 +122,59 @@ EmptyThresholdOption = Annotated[
 AroundOption = Annotated[int, typer.Option(min=0, help="Lines to show around it.")]
 
 
+@dataclass(frozen=True)
+class AnswerFlags:
+    """What is asked of the answer."""
+
+    max_tokens: MaxTokensOption = 64
+    temperature: TemperatureOption = 0.0
+    seed: SeedOption = None
+    stop: StopOption = None
+    trim: TrimOption = True
+    lines: LinesOption = "block"
+    brackets: BracketsOption = "keep"
+    empty_threshold: EmptyThresholdOption = None
+
+    def body(self, model: str, caret: Caret) -> dict[str, object]:
+        """Return the body of a request to a server for a model."""
+        return {
+            "model": model,
+            "prompt": caret.prefix,
+            "suffix": caret.suffix,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "stop": self.stop,
+            "midfill": {
+                "trim": self.trim,
+                "lines": self.lines,
+                "brackets": self.brackets,
+                "empty_threshold": self.empty_threshold,
+            },
+        }
+
+    def sampling(self) -> "SamplingParams":
+        """Return the same for a model in this process, but for ``empty_threshold``."""
+        from midfill.frontend.sampling import PostProcessing, SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            post_processing=PostProcessing(
+                overlap=self.trim, lines=self.lines, brackets=self.brackets
+            ),
+        )
+
+
 @with_option_groups
 def complete(
     *,
     place: PlaceArgument,
     model: ModelOption = None,
     adapter: AdapterOption = None,
-    max_tokens: MaxTokensOption = 64,
-    temperature: TemperatureOption = 0.0,
-    seed: SeedOption = None,
-    stop: StopOption = None,
-    trim: TrimOption = True,
-    lines: LinesOption = "block",
-    brackets: BracketsOption = "keep",
-    empty_threshold: EmptyThresholdOption = None,
+    answer: AnswerFlags,
     around: AroundOption = 4,
     server: ServerFlags,
     loading: LoadingFlags,
@@ -151,40 +191,18 @@ def complete(
     show = partial(_show, place, caret, around)
     if found is not None:
         client, served = found
-        body: dict[str, object] = {
-            "model": served.id,
-            "prompt": caret.prefix,
-            "suffix": caret.suffix,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "stop": stop,
-            "midfill": {
-                "trim": trim,
-                "lines": lines,
-                "brackets": brackets,
-                "empty_threshold": empty_threshold,
-            },
-        }
-        show(client.complete(body), served.infills)
+        show(client.complete(answer.body(served.id, caret)), served.infills)
         return
     from midfill.cli.progress import show_progress
-    from midfill.frontend.sampling import PostProcessing, SamplingParams
 
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=tuple(stop or ()),
-        post_processing=PostProcessing(overlap=trim, lines=lines, brackets=brackets),
-    )
+    sampling = answer.sampling()
     with show_progress() as progress:
         llm = loading.load(model, adapter, progress)
     with llm:
-        answer = llm.infill_stream(
-            caret.prefix, caret.suffix, sampling, empty_threshold=empty_threshold
+        deltas = llm.infill_stream(
+            caret.prefix, caret.suffix, sampling, empty_threshold=answer.empty_threshold
         )
-        show((delta.text for delta in answer), llm.fim_format is not None)
+        show((delta.text for delta in deltas), llm.fim_format is not None)
 
 
 def _show(place: str, caret: Caret, around: int, answer: Iterable[str], infills: bool) -> None:

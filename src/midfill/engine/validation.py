@@ -1,7 +1,7 @@
 """Which requests can't be served: the ranges of sampling parameters, and what the model allows."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -120,22 +120,8 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
         InvalidRequestError: names the field; code ``context_length_exceeded`` for a prompt that
             leaves no room for one token of the answer.
     """
+    _check_prompt(request.token_ids, vocab, max_length)
     count = len(request.token_ids)
-    if count == 0:
-        raise InvalidRequestError(
-            "the prompt is empty: it needs at least one token", param="prompt"
-        )
-    if count + 1 > max_length:
-        raise InvalidRequestError(
-            f"the prompt has {count} tokens, but at most {max_length} fit, "
-            "the answer's first token included; shorten the prompt",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
-        raise InvalidRequestError(
-            f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt"
-        )
     if len(request.begins_with) > _MAX_BEGINS_WITH_BYTES:
         raise InvalidRequestError(
             f"begins_with has {len(request.begins_with)} bytes; "
@@ -170,6 +156,26 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
         raise InvalidRequestError("deadline must be a number, not nan", param="deadline")
     if request.answered:
         _check_answered(request, vocab, max_length)
+
+
+def _check_prompt(token_ids: Sequence[int], vocab: int, max_length: int) -> None:
+    """Refuse a prompt that is empty, that leaves no room for an answer, or with unknown ids."""
+    count = len(token_ids)
+    if count == 0:
+        raise InvalidRequestError(
+            "the prompt is empty: it needs at least one token", param="prompt"
+        )
+    if count + 1 > max_length:
+        raise InvalidRequestError(
+            f"the prompt has {count} tokens, but at most {max_length} fit, "
+            "the answer's first token included; shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab:
+        raise InvalidRequestError(
+            f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt"
+        )
 
 
 def check_hints(hints: RequestHints) -> None:

@@ -3,13 +3,10 @@
 ``ContextLimit`` refuses what is too long for the model's context, and what is empty.
 """
 
-import bisect
 import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
@@ -43,7 +40,7 @@ from midfill.models.checkpoints.model_record import (
     snippet_characters_of,
     window_rule_of,
 )
-from midfill.models.tokens.layout_encoder import LayoutEncoder
+from midfill.models.tokens.layout_encoder import LayoutEncoder, count_file_tokens
 from midfill.models.tokens.tokenizer import keeps_tokens_of
 
 # A low estimate, so that text remembered from earlier requests does not fill the context.
@@ -64,10 +61,6 @@ _TOO_LONG = "context_length_exceeded"
 Admit = Callable[[str | None], None]
 """Raises an error for a document that may not be asked about now: its id, as the planner gives it
 in ``Planner.find_document``."""
-
-
-FileTokens = Callable[[str, tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
-"""``find_file_tokens`` for one tokenizer."""
 
 
 class PromptEncoder:
@@ -134,9 +127,6 @@ class PromptEncoder:
         self._chat = chat_template_of(checkpoint.tokenizer)
         self.answer_format = find_answer_format(checkpoint.tokenizer)
         self._limit = ContextLimit(context, checkpoint.tokenizer.longest_token())
-        self._file_tokens: FileTokens = lru_cache(maxsize=16)(
-            partial(find_file_tokens, token_bytes=self._tokenizer.token_bytes)
-        )
         self._fitting = FittingFiles(context, self._count_shown)
 
     @property
@@ -318,7 +308,7 @@ class PromptEncoder:
             suffix=suffix,
             layout=layout,
             parts=tuple(parts),
-            contexts=file_bounds(layout, parts, self.format, self._file_tokens),
+            contexts=self._layouts.file_bounds(layout, parts, self.format),
             confidence_rule=None if raw else self.confidence_rule,
         )
         end = layout.segments[-1] if layout.segments else None
@@ -530,71 +520,3 @@ class ContextLimit:
         tokens, extra = sum(map(len, parts)), count_file_tokens(layout, parts)
         too_long = "context" if extra and tokens - extra < self.context else "prompt"
         self.check_tokens(tokens, too_long)
-
-
-def count_file_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int:
-    """Return how many of a layout's tokens show other files; ``parts`` as in ``check_layout``."""
-    return sum(
-        len(part)
-        for segment, part in zip(layout.segments, parts[1:], strict=True)
-        if isinstance(segment, TextSegment) and segment.role == "context"
-    )
-
-
-def file_bounds(
-    layout: PromptLayout,
-    parts: Sequence[Sequence[int]],
-    format: FimFormat | None,
-    file_tokens: FileTokens,
-) -> tuple[int, ...]:
-    """Return the number of each shown file's first token, and of what follows them.
-
-    A file ends with the separator after it. In families without separators, a token that joins the
-    end of a file to the next one belongs to the next.
-
-    Args:
-        layout: of a prompt.
-        parts: the ids of BOS and of each of its segments.
-        format: the model's.
-        file_tokens: see ``find_file_tokens``.
-    """
-    separator = None if format is None else format.file_separator
-    segments, at = layout.segments, len(parts[0])
-    bounds: list[int] = []
-    for number, segment in enumerate(segments):
-        start, at = at, at + len(parts[number + 1])
-        if not isinstance(segment, TextSegment) or segment.role != "context":
-            continue
-        after = segments[number + 1] if number + 1 < len(segments) else None
-        before = segments[number - 1] if number else None
-        if separator is None:
-            found = file_tokens(segment.text, segment.files, tuple(parts[number + 1]))
-            bounds += [start + place for place in found]
-        elif before == separator == after:
-            bounds += [start, at + len(parts[number + 2])]
-    return tuple(dict.fromkeys(bounds))
-
-
-def find_file_tokens(
-    text: str,
-    files: tuple[int, ...],
-    ids: tuple[int, ...],
-    *,
-    token_bytes: Callable[[int], bytes],
-) -> tuple[int, ...]:
-    """Return the numbers of the tokens in which files begin, and of the first one after them.
-
-    Args:
-        text: the files, and what follows them.
-        files: see ``TextSegment``.
-        ids: the text's tokens.
-        token_bytes: returns a token's bytes.
-
-    Returns:
-        As many as ``files``; nothing where the tokens aren't the text as it is.
-    """
-    ends = list(accumulate(len(token_bytes(token_id)) for token_id in ids))
-    if not ends or ends[-1] != len(text.encode()):
-        return ()
-    places = (len(text[:place].encode()) for place in files)
-    return tuple(bisect.bisect_right(ends, place) for place in places)

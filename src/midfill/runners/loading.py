@@ -297,7 +297,7 @@ def _finds_gpu(options: ModelOptions) -> bool:
 def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> Runner:
     import torch
 
-    from midfill.runners.torch.runner import CAPTURED_ROWS, TorchRunner
+    from midfill.runners.torch.runner import CAPTURED_ROWS, load_torch_runner
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -318,7 +318,7 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> R
     token_bytes = len(config.kv_layers) * config.kv_heads * entry
     states = choose_states(config, options, budget)
     slots = choose_slots(config, options, budget, token_bytes, states)
-    return TorchRunner(
+    return load_torch_runner(
         checkpoint, slots=slots, states=states, device=device, dtype=dtype,
         expert_slots=None if experts is None else experts.slots,
         captured_rows=() if options.enforce_eager else CAPTURED_ROWS,

@@ -10,7 +10,7 @@ from tiny_checkpoints import VOCAB, reference_model, write_variant
 from midfill.errors import InvalidRequestError
 from midfill.methods.model_probe import ModelProbe
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import load_torch_runner
 from midfill_lab.calibration.razorattention import HeadSearch, repetition_scores
 
 PERIOD, REPEATS = 20, 8  # enough tokens for several chunks of rows
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scores_are_the_sums_of_the_double_loop(folder: Path, start: int) -> None:
     drawn = np.random.default_rng(0).integers(0, VOCAB, PERIOD)
     text = np.array([7] * start + np.tile(drawn, REPEATS).tolist(), np.int32)
-    runner = TorchRunner(open_checkpoint(folder), slots=len(text))
+    runner = load_torch_runner(open_checkpoint(folder), slots=len(text))
     found = repetition_scores(ModelProbe(runner), text, PERIOD, start)
     with torch.inference_mode():
         tokens = torch.from_numpy(text).long()[None]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midfill.methods.episodes.clustering import (
-    TokenEpisodes,
+    Episodes,
     TokenVectors,
     find_sentence_episodes,
     find_token_episodes,
@@ -80,7 +80,7 @@ def conversation(topics: int, windows: int, seed: int) -> tuple[np.ndarray, np.n
 
 def episodes_of(
     tokens: np.ndarray, bounds: np.ndarray, table: np.ndarray, count: int, near: int
-) -> TokenEpisodes:
+) -> Episodes:
     return find_token_episodes(tokens, bounds, table[np.unique(tokens)], count, near, seed=0)
 
 

@@ -14,7 +14,7 @@ from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 from serving import FixedCost, build_engine, request, serve
 
 HEADS = LAYERS * KV_HEADS
@@ -128,9 +128,9 @@ def runners(
 ) -> tuple[Runner, TorchRunner]:
     folder = write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama")
     checkpoint = open_checkpoint(folder)
-    reference = TorchRunner(checkpoint, slots=256)
+    reference = load_torch_runner(checkpoint, slots=256)
     if request.param == "torch":
-        return TorchRunner(checkpoint, slots=256), reference
+        return load_torch_runner(checkpoint, slots=256), reference
     return CpuRunner.load(checkpoint, slots=256, threads=1, weights="f32"), reference
 
 

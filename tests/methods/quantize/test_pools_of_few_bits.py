@@ -19,7 +19,7 @@ from four_bit_entries import hadamard_matrix
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.logits import log_softmax
 from midfill.runners.torch.decoder import Decoder, PreparedBatch
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.quality, pytest.mark.real_model, pytest.mark.timeout(900),
@@ -150,7 +150,7 @@ class RoundedDecoder:
 @pytest.fixture(scope="module")
 def divergence(default_model: DefaultModel) -> dict[str, np.ndarray]:
     """Each format's mean KL per token from exact KV, by text."""
-    decoder = RoundedDecoder(TorchRunner(default_model.checkpoint, slots=TOKENS))
+    decoder = RoundedDecoder(load_torch_runner(default_model.checkpoint, slots=TOKENS))
     found: dict[str, list[float]] = {name: [] for name in FORMATS}
     for number in range(TEXTS):
         text = default_model.haystacks.hide(100 + number, TOKENS + 64, [])[:TOKENS]

@@ -41,7 +41,7 @@ from midfill.models.checkpoints.opening import AdaptedCheckpoint, open_checkpoin
 from midfill.runners.cpu.packed_model import load_packed
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import load_torch_runner
 
 Q_UP = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 TOKENS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
@@ -72,7 +72,7 @@ def adapter(base: Path, folder: Path) -> Adapter:
 
 
 def runners(checkpoint: Checkpoint) -> Iterator[Runner]:
-    yield TorchRunner(checkpoint, slots=64)
+    yield load_torch_runner(checkpoint, slots=64)
     runner = CpuRunner.load(checkpoint, slots=64, threads=1)
     yield runner
     runner.close()
@@ -105,7 +105,9 @@ def test_logits_are_those_of_peft(variant: str, tmp_path: Path) -> None:
     folder = write_adapter(base, tmp_path / "lora", **settings)
     with torch.inference_mode():
         expected = reference_adapted(base, folder)(torch.tensor([IDS])).logits[0].numpy()
-        plain = Stepper(TorchRunner(open_checkpoint(base), slots=64)).prefill(Sequence([*IDS]))
+        plain = Stepper(load_torch_runner(open_checkpoint(base), slots=64)).prefill(
+            Sequence([*IDS])
+        )
     assert np.abs(plain - expected).max() > 0.1  # the adapter does something
     for runner in runners(open_model(base, folder)):
         logits = Stepper(runner).prefill(Sequence([*IDS]))

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from midfill.infill.context_files import ContextFile, context_segments
 from midfill.infill.formats import FimFormat, Sentinel, custom_format
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
-from midfill.models.tokens.layout_encoder import LayoutEncoder, encode_layout
+from midfill.models.tokens.layout_encoder import LayoutEncoder, count_file_tokens, encode_layout
 from midfill.models.tokens.tokenizer import Tokenizer
 
 SENTINELS = ("<PRE>", "<SUF>", "<MID>")
@@ -207,3 +208,21 @@ def test_cached_segments_take_no_more_bytes_than_their_bound() -> None:
     finally:
         tracemalloc.stop()
     assert 0.3 * limit < after - before <= limit
+
+
+def test_a_file_begins_after_one_separator_and_ends_with_the_next() -> None:
+    pre, suf, mid, repository, separator = (
+        Sentinel(name, number) for number, name in enumerate("PSMRF")
+    )
+    format = FimFormat("made up", pre, suf, mid, repository=repository, file_separator=separator)
+    files = [ContextFile("A = 1\n", "a.py"), ContextFile("B = 2\n", "b.py")]
+    context = context_segments(format, files, path="d.py", repository="here")
+    segments, name = lay_out(format, "p = ", "\n", 0, context_segments=context)
+    layout = PromptLayout(segments=segments, layout=name, context_segments=context)
+    assert [one.text for one in segments[:8]] == [
+        "R", "here\n", "F", "a.py\nA = 1\n", "F", "b.py\nB = 2\n", "F", "d.py\n",
+    ]  # fmt: skip
+    counts = [0, *(10 if isinstance(one, TextSegment) else 1 for one in segments)]
+    parts = [[7] * count for count in counts]
+    assert LayoutEncoder(byte_level()).file_bounds(layout, parts, format) == (12, 23, 34)
+    assert count_file_tokens(layout, parts) == 40  # names of repository and document included

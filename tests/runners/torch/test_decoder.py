@@ -13,7 +13,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import rope_tables
 from midfill.runners.torch.decoder import Decoder
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def _inference() -> Iterator[None]:
 
 @pytest.fixture
 def stepper(tmp_path: Path) -> Stepper:
-    return Stepper(TorchRunner(open_checkpoint(write_tiny("llama", tmp_path)), slots=64))
+    return Stepper(load_torch_runner(open_checkpoint(write_tiny("llama", tmp_path)), slots=64))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from packed_steps import Sequence, Stepper
 from tiny_checkpoints import DELTA_RULE, VOCAB, reference_model, write_variant
 
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import load_torch_runner
 
 
 @pytest.fixture(scope="module", params=DELTA_RULE)
@@ -29,7 +29,7 @@ def test_mixed_steps_match_transformers_and_so_do_answers_from_a_snapshot(folder
             logits: torch.Tensor = reference(torch.tensor([tokens]), use_cache=False).logits[0]
         return logits.numpy()
 
-    steps = Stepper(TorchRunner(open_checkpoint(folder), slots=600, states=8))
+    steps = Stepper(load_torch_runner(open_checkpoint(folder), slots=600, states=8))
     states = steps.runner.states
     assert states is not None
     short, long = Sequence(prompt(20)), Sequence(prompt(75, 1))
@@ -51,7 +51,7 @@ def test_mixed_steps_match_transformers_and_so_do_answers_from_a_snapshot(folder
 def test_states_are_float32_whatever_weights_are(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     exact, rounded = (
-        TorchRunner(checkpoint, slots=100, states=3, dtype=dtype)
+        load_torch_runner(checkpoint, slots=100, states=3, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert checkpoint.config.state_space is not None

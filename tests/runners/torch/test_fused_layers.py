@@ -15,14 +15,14 @@ from triton_device import TRITON_DEVICE, needs_triton
 
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 
 pytestmark = needs_triton
 PROCESSORS = 4
 
 
 def runner_of(folder: Path) -> TorchRunner:
-    return TorchRunner(open_checkpoint(folder), slots=512, device=TRITON_DEVICE)
+    return load_torch_runner(open_checkpoint(folder), slots=512, device=TRITON_DEVICE)
 
 
 def is_fusible(runner: TorchRunner) -> bool:

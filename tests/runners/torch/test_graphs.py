@@ -11,7 +11,7 @@ from packed_steps import Sequence, Stepper
 from tiny_checkpoints import VOCAB, write_tiny
 
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def runners(tmp_path: Path) -> tuple[TorchRunner, TorchRunner]:
     """A runner with graphs of up to 8 rows, and one without."""
     checkpoint = open_checkpoint(write_tiny("llama", tmp_path))
-    plain = TorchRunner(checkpoint, slots=2048, device="cuda")
-    captured = TorchRunner(checkpoint, slots=2048, device="cuda", captured_rows=(1, 8))
+    plain = load_torch_runner(checkpoint, slots=2048, device="cuda")
+    captured = load_torch_runner(checkpoint, slots=2048, device="cuda", captured_rows=(1, 8))
     assert captured.graphs is not None
     return captured, plain
 

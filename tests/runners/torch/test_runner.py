@@ -13,7 +13,7 @@ from tiny_checkpoints import STATELESS, VOCAB, reference_model, write_tiny, writ
 from midfill.errors import OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import load_torch_runner
 
 TOLERANCE = 1e-4
 GRAPHS = "cuda with graphs"
@@ -31,7 +31,7 @@ class Subject:
     def stepper(self, dtype: torch.dtype = torch.float32) -> Stepper:
         captured = (1, 4, 64) if self.device == GRAPHS else ()
         device = self.device.partition(" ")[0]
-        runner = TorchRunner(
+        runner = load_torch_runner(
             self.checkpoint, slots=1024, device=device, dtype=dtype, captured_rows=captured
         )
         return Stepper(runner)
@@ -171,25 +171,28 @@ def test_activations_match_transformers(
 
 
 def test_kv_bytes_are_keys_and_values_of_all_slots(tmp_path: Path) -> None:
-    runner = TorchRunner(open_checkpoint(write_tiny("llama", tmp_path)), slots=100)
+    runner = load_torch_runner(open_checkpoint(write_tiny("llama", tmp_path)), slots=100)
     assert runner.slots == 100
     assert runner.kv_bytes == 2 * 3 * 100 * 2 * 32 * 4  # K and V, layers, slots, heads, dim, bytes
 
 
 def test_latent_attention_keeps_one_latent_and_one_rotated_key_per_token(tmp_path: Path) -> None:
-    runner = TorchRunner(open_checkpoint(write_tiny("deepseek2", tmp_path)), slots=100)
+    runner = load_torch_runner(open_checkpoint(write_tiny("deepseek2", tmp_path)), slots=100)
     assert runner.kv_bytes == 3 * 100 * (128 + 64) * 4  # layers, slots, numbers, bytes
 
 
 def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
     tied = open_checkpoint(write_tiny("llama", tmp_path / "tied", tie_word_embeddings=True))
     apart = open_checkpoint(write_tiny("llama", tmp_path / "apart"))
-    saved = TorchRunner(apart, slots=1).weight_bytes - TorchRunner(tied, slots=1).weight_bytes
+    saved = (
+        load_torch_runner(apart, slots=1).weight_bytes
+        - load_torch_runner(tied, slots=1).weight_bytes
+    )
     assert saved == VOCAB * 64 * 4
 
 
 def test_a_device_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("llama", tmp_path))
     with pytest.raises(OptionError, match="--device 'cuda:99'") as caught:
-        TorchRunner(checkpoint, slots=1, device="cuda:99")
+        load_torch_runner(checkpoint, slots=1, device="cuda:99")
     assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ from packed_steps import Sequence, Stepper
 from tiny_checkpoints import VOCAB, reference_model, write_variant
 
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import load_torch_runner
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def expected(reference: torch.nn.Module, tokens: list[int]) -> np.ndarray:
 
 
 def stepper(folder: Path) -> Stepper:
-    return Stepper(TorchRunner(open_checkpoint(folder), slots=600, states=8))
+    return Stepper(load_torch_runner(open_checkpoint(folder), slots=600, states=8))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -76,7 +76,7 @@ def test_states_are_float32_whatever_weights_are(folder: Path) -> None:
     space = checkpoint.config.state_space
     assert space is not None
     exact, rounded = (
-        TorchRunner(checkpoint, slots=100, states=3, dtype=dtype)
+        load_torch_runner(checkpoint, slots=100, states=3, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
     )
     for runner in (exact, rounded):

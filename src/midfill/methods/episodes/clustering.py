@@ -17,7 +17,7 @@ So corrected, they find a fact whose words a question repeats, and no other.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -63,25 +63,43 @@ def _top_directions(centred: Float32Array, count: int) -> Float32Array:
     return top
 
 
+class Nearness(Protocol):
+    """Says how near a text is to each episode."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays that are its own."""
+
+    def of(self, tokens: Int32Array) -> Float64Array:
+        """Return how near a text is to each episode: [episodes], comparable among these only.
+
+        Args:
+            tokens: [n] int32, n at least 1.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class Episodes:
-    """The topics of one conversation; a subclass says which one a text is nearest to.
+    """The topics of one conversation.
 
     Attributes:
         centroids: float64 [episodes, hidden], of length 1.
         representatives: of each episode, numbers of the windows nearest to its centroid, nearest
             first.
         labels: [windows] int64, the episode of each window.
+        nearness: of other texts.
     """
 
     centroids: Float64Array
     representatives: tuple[Int64Array, ...]
     labels: Int64Array
+    nearness: Nearness
 
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return sum(a.nbytes for a in (self.centroids, self.labels, *self.representatives))
+        arrays = (self.centroids, self.labels, *self.representatives)
+        return sum(array.nbytes for array in arrays) + self.nearness.nbytes
 
     def nearest(self, tokens: Int32Array) -> int:
         """Return the episode that a text is nearest to; of equally near ones the first.
@@ -89,36 +107,36 @@ class Episodes:
         Args:
             tokens: [n] int32, n at least 1.
         """
-        raise NotImplementedError
+        return int(np.argmax(self.nearness.of(tokens)))
 
 
 @dataclass(frozen=True, eq=False)
-class TokenEpisodes(Episodes):
-    """Topics by the means of tokens' vectors.
+class TokenNearness:
+    """Implements ``Nearness`` by the means of tokens' vectors.
 
     Attributes:
         tokens: [n] int32, ascending, the different tokens of the history.
         weights: float64 [n], how much each counts.
-        nearness: float64 [episodes, n], the product of each centroid and each token's vector less
+        products: float64 [episodes, n], the product of each centroid and each token's vector less
             the mean over the history.
     """
 
     tokens: Int32Array
     weights: Float64Array
-    nearness: Float64Array
+    products: Float64Array
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
-        own = (self.tokens, self.weights, self.nearness)
-        return super().nbytes + sum(array.nbytes for array in own)
+        """See ``Nearness.nbytes``."""
+        return self.tokens.nbytes + self.weights.nbytes + self.products.nbytes
 
-    def nearest(self, tokens: Int32Array) -> int:
-        """See ``Episodes.nearest``."""
+    def of(self, tokens: Int32Array) -> Float64Array:
+        """See ``Nearness.of``."""
         place = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
         known = place[self.tokens[place] == tokens]
         # The text's length doesn't change which is nearest, nor does the sum of weights.
-        return int(np.argmax(self.nearness[:, known] @ self.weights[known]))
+        found: Float64Array = self.products[:, known] @ self.weights[known]
+        return found
 
 
 Encode = Callable[[Int32Array], Float64Array]
@@ -126,18 +144,26 @@ Encode = Callable[[Int32Array], Float64Array]
 
 
 @dataclass(frozen=True, eq=False)
-class SentenceEpisodes(Episodes):
-    """Topics by a sentence encoder's vectors.
+class SentenceNearness:
+    """Implements ``Nearness`` by a sentence encoder's vectors.
 
     Attributes:
+        centroids: the episodes'.
         encode: the encoder.
     """
 
+    centroids: Float64Array
     encode: Encode
 
-    def nearest(self, tokens: Int32Array) -> int:
-        """See ``Episodes.nearest``."""
-        return int(np.argmax(self.centroids @ self.encode(tokens)))
+    @property
+    def nbytes(self) -> int:
+        """See ``Nearness.nbytes``: the centroids are the episodes' own."""
+        return 0
+
+    def of(self, tokens: Int32Array) -> Float64Array:
+        """See ``Nearness.of``."""
+        found: Float64Array = self.centroids @ self.encode(tokens)
+        return found
 
 
 def find_token_episodes(
@@ -147,7 +173,7 @@ def find_token_episodes(
     count: int,
     near: int,
     seed: int,
-) -> TokenEpisodes:
+) -> Episodes:
     """Divide a conversation into episodes, by the vectors of its tokens.
 
     Args:
@@ -167,13 +193,13 @@ def find_token_episodes(
     ])  # fmt: skip
     common = np.diff(bounds) @ means / (bounds[-1] - bounds[0])
     found = _clusters(unit(means - common), count, near, seed)
-    nearness = found.centroids @ vectors.T - (found.centroids @ common)[:, None]
-    return TokenEpisodes(*found, different.astype(np.int32), weights, nearness)
+    products = found.centroids @ vectors.T - (found.centroids @ common)[:, None]
+    return Episodes(*found, TokenNearness(different.astype(np.int32), weights, products))
 
 
 def find_sentence_episodes(
     points: Float64Array, encode: Encode, count: int, near: int, seed: int
-) -> SentenceEpisodes:
+) -> Episodes:
     """Divide a conversation into episodes, by its windows' vectors.
 
     Args:
@@ -181,7 +207,8 @@ def find_sentence_episodes(
         encode: the encoder.
         count, near, seed: see ``find_token_episodes``.
     """
-    return SentenceEpisodes(*_clusters(points, count, near, seed), encode)
+    found = _clusters(points, count, near, seed)
+    return Episodes(*found, SentenceNearness(found.centroids, encode))
 
 
 class _Clusters(NamedTuple):

@@ -207,7 +207,6 @@ class EpisodicSequence(SequenceMethod):
         """Find the history's episodes, and keep them for its next question."""
         rule, encode = self._method.rule, self._method.encode
         choice = (rule.episodes, rule.near, rule.seed)
-        episodes: Episodes
         if encode is not None:
             self._embed(len(history))
             episodes = find_sentence_episodes(np.stack(self._points), encode, *choice)

@@ -31,11 +31,18 @@ from midfill.kernels.cpu.decoder_data import Batch, Stages, Workspace
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.parts.attention import MAX_PARTIAL_ROWS, attend_parts
-from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, PartKeys, PartScratch, scratch_size
+from midfill.kernels.cpu.parts.keys import (
+    BLOCK,
+    NUMBERS,
+    PartKeys,
+    PartRows,
+    PartScratch,
+    scratch_size,
+)
 from midfill.kernels.cpu.parts.page_selector import MAX_GROUP, select_pages
 from midfill.kernels.cpu.parts.probe import mean_keys, probe_masses
 from midfill.kernels.cpu.parts.quantized_attention import attend_quantized_segment
-from midfill.kernels.cpu.parts.tree_search import SEARCH_ROOM, search_keys
+from midfill.kernels.cpu.parts.tree_search import SEARCH_ROOM, RowSearch, search_keys
 from midfill.kernels.cpu.ragged_cells import HeadKeys, pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES
@@ -163,7 +170,7 @@ class PartAttention:
             self._weights = aligned_zeros((threads, states // 2 * SEGMENT), np.float32)
         self._pool.run(
             probe_masses, self._layer_kv(layer), self._heads, probe.queries, probe.parts,
-            probe.part, probe.row + before, rows, visible_at, columns, diagonals, width,
+            PartRows(probe.part, probe.row + before, rows, visible_at), columns, diagonals, width,
             self._weights, self._states,
         )  # fmt: skip
         by_key = columns.reshape(heads, width)[:, :keys]
@@ -194,11 +201,14 @@ class PartAttention:
             0, nothing, np.zeros(chosen + room, np.int32), self._summaries, self._capacity,
             np.zeros(room, np.float32),
         )  # fmt: skip
+        own = PartRows(probe.part, probe.row, probe.rows, probe.visible_at)
+        searched = RowSearch(
+            QUERY_BLOCK, stride, rule.blocks, rule.block, rule.window, rule.sinks,
+            int(rule.search is Search.CENTRES),
+        )  # fmt: skip
         self._pool.run(
             search_keys, self._layer_kv(layer), self._heads, probe.queries,
-            probe.parts._replace(selector=table), probe.part, probe.row, probe.rows,
-            probe.visible_at, QUERY_BLOCK, stride, rule.blocks, rule.block, rule.window,
-            rule.sinks, int(rule.search is Search.CENTRES),
+            probe.parts._replace(selector=table), own, searched,
         )  # fmt: skip
         found: Int32Array = table.numbers[:chosen].reshape(blocks, heads, rule.width)
         return found

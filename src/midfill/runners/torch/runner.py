@@ -9,8 +9,10 @@ import torch
 from midfill.arrays import Float32Array, RunnerArray
 from midfill.errors import OptionError
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.config import ModelConfig
 from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.cells import CellStore
 from midfill.runners.forward.logits import LogitsOps, argmax_tokens
 from midfill.runners.rope import layer_frequencies
 from midfill.runners.torch.cells import TorchCells
@@ -40,49 +42,23 @@ class TorchRunner:
     caller owns.
 
     Args:
-        checkpoint: the model; its weights are copied to the device.
-        slots: how many tokens' KV to make room for.
-        states: how many states, if the model has any.
-        device: "cpu", "cuda", "cuda:1", ...
-        dtype: of weights, KV and hidden rows; logits are always float32.
-        expert_slots, expert_costs: see ``Decoder``.
+        config: the model's shapes.
+        decoder: computes; holds the weights and the KV cache.
         captured_rows: numbers of rows for which whole steps are captured as CUDA graphs, where
             there are kernels for it; empty runs PyTorch's own operations.
 
     Attributes:
-        decoder: computes; holds the weights and the KV cache.
+        decoder: see above.
         graphs: computes whole steps where it can; None where nothing is captured.
-
-    Raises:
-        CheckpointError: a tensor can't be read.
-        MidfillError: torch finds no such device.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        slots: int,
-        states: int = DEFAULT_STATES,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        expert_slots: int | None = None,
-        expert_costs: ExpertCosts | None = None,
-        captured_rows: Sequence[int] = (),
+        self, config: ModelConfig, decoder: Decoder, captured_rows: Sequence[int] = ()
     ) -> None:
-        self.config = checkpoint.config
-        target = _find_device(device)
-        self.logits_ops: LogitsOps = NUMPY_LOGITS if target.type == "cpu" else TorchLogits()
-        offload = expert_slots is not None
-        weights = load_weights(checkpoint, target, dtype, offload_experts=offload)
-        kv_cache = KVCache.empty(self.config, slots, target, dtype)
-        space = self.config.state_space
-        held = None if space is None else TorchStates(space, states, target)
-        self.decoder = Decoder(
-            self.config, weights, kv_cache, held,
-            expert_slots=expert_slots, expert_costs=expert_costs,
-        )  # fmt: skip
-        self.graphs = _capture(self.decoder, captured_rows)
+        self.config = config
+        self.decoder = decoder
+        self.logits_ops: LogitsOps = NUMPY_LOGITS if decoder.device.type == "cpu" else TorchLogits()
+        self.graphs = _capture(decoder, captured_rows)
 
     @property
     def slots(self) -> int:
@@ -103,7 +79,7 @@ class TorchRunner:
         return self.decoder.weights.bytes
 
     @property
-    def cells(self) -> TorchCells:
+    def cells(self) -> CellStore:
         """The KV cache, cell by cell."""
         cache = self.decoder.kv_cache
         return TorchCells(cache.keys, cache.values, layer_frequencies(self.config))
@@ -173,6 +149,43 @@ class TorchRunner:
         """
         logits = self.decoder.compute_logits(batch, hidden)
         return logits.numpy() if logits.device.type == "cpu" else logits
+
+
+def load_torch_runner(
+    checkpoint: Checkpoint,
+    *,
+    slots: int,
+    states: int = DEFAULT_STATES,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    expert_slots: int | None = None,
+    expert_costs: ExpertCosts | None = None,
+    captured_rows: Sequence[int] = (),
+) -> TorchRunner:
+    """Copy a model to a device of torch, with a KV cache for it.
+
+    Args:
+        checkpoint: the model.
+        slots: how many tokens' KV to make room for.
+        states: how many states, if the model has any.
+        device: "cpu", "cuda", "cuda:1", ...
+        dtype: of weights, KV and hidden rows; logits are always float32.
+        expert_slots, expert_costs: see ``Decoder``.
+        captured_rows: see ``TorchRunner``.
+
+    Raises:
+        CheckpointError: a tensor can't be read.
+        OptionError: torch finds no such device.
+    """
+    config, target = checkpoint.config, _find_device(device)
+    weights = load_weights(checkpoint, target, dtype, offload_experts=expert_slots is not None)
+    space = config.state_space
+    decoder = Decoder(
+        config, weights, KVCache.empty(config, slots, target, dtype),
+        None if space is None else TorchStates(space, states, target),
+        expert_slots=expert_slots, expert_costs=expert_costs,
+    )  # fmt: skip
+    return TorchRunner(config, decoder, captured_rows)
 
 
 def _capture(decoder: Decoder, rows: Sequence[int]) -> "StepGraphs | None":

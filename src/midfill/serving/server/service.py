@@ -40,6 +40,7 @@ from midfill.frontend.prompt import Prompt, PromptSource, with_token_stops
 from midfill.frontend.prompt_encoder import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_report import TokenReport
+from midfill.infill.confidence import ConfidenceRule
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
@@ -333,11 +334,7 @@ class ModelService:
         self._generations: WeakSet[Generation] = WeakSet()
         self._stopping = False
         self._completion_timeout = completion_timeout or None
-        rule = prompts.confidence_rule
-        if min_confidence and rule is None:
-            _log.warning("the model doesn't say how sure it is: editors get all of its answers")
-        chosen = None if rule is None else rule.threshold
-        self.min_confidence = (chosen if min_confidence is None else min_confidence) or None
+        self.min_confidence = _least_confidence(prompts.confidence_rule, min_confidence)
         self.candidates = candidates
         self._suggestions = min_confidence != 0
         self.listed = self._list_names
@@ -563,3 +560,17 @@ class ModelService:
 
 def _stopping() -> StoppingError:
     return StoppingError("the server is stopping; try again in a moment", retry_after=1)
+
+
+def _least_confidence(rule: ConfidenceRule | None, asked: float | None) -> float | None:
+    """Return how sure answers must be that editors get; None gives them all.
+
+    Args:
+        rule: the model's; None if it doesn't say how sure it is.
+        asked: what the server was started with: None takes the rule's, and 0 gives all answers.
+    """
+    if asked is None:
+        return None if rule is None else rule.threshold or None
+    if asked and rule is None:
+        _log.warning("the model doesn't say how sure it is: editors get all of its answers")
+    return asked or None

@@ -122,6 +122,21 @@ class TestOwnServer:
         assert resumed.servers == report.servers
         assert list(resumed.missing) == ["llama.cpp"]
 
+    def test_what_prefill_says_of_long_prompts_holds_without_speculation_too(
+        self, folder_model: ComparedModel, report: PeersReport
+    ) -> None:
+        """That run measures no prefill of its own."""
+        slow = figure("prefill", "prefill of 200", "tokens/s", [0.5])
+        guessing = msgspec.structs.replace(report.servers[0], figures=[slow])
+        earlier = msgspec.structs.replace(report, servers=[guessing])
+        plain = compare_peers(folder_model, SMALL_LOADS, Programs(), earlier=earlier).servers[1]
+        assert plain.skipped == {
+            "decode at 300, 3 streams": "its prompts would take about 1,800 s, more than the limit"
+            " of 1,200 s"
+        }
+        measured = {one.load for one in plain.figures}
+        assert {"decode at 16, 3 streams", "decode at 300, 1 stream"} <= measured
+
     def test_figures_of_other_loads_are_not_continued(
         self, folder_model: ComparedModel, report: PeersReport
     ) -> None:

@@ -12,7 +12,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.torch.experts.assignment import ExpertCosts
 from midfill.runners.torch.experts.offloaded import ExpertTraffic
 from midfill.runners.torch.experts.routing import route
-from midfill.runners.torch.runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner, load_torch_runner
 
 EVEN = ExpertCosts(slow_start=0.1, slow_expert=0.1, slow_row=1.0, fast=0.5, copy=0.4)
 NEVER_SLOW = ExpertCosts(slow_start=1e6, slow_expert=1e6, slow_row=1e6, fast=0.5, copy=0.4)
@@ -27,7 +27,7 @@ def runner_of(
     lookahead: int = 3,
     device: str = "cpu",
 ) -> TorchRunner:
-    runner = TorchRunner(
+    runner = load_torch_runner(
         open_checkpoint(folder), slots=512, device=device, expert_slots=slots, expert_costs=costs
     )
     if runner.decoder.offloaded is not None:
@@ -138,12 +138,14 @@ class TestTraffic:
 
 def test_costs_are_measured_where_none_are_given(tmp_path: Path) -> None:
     folder = write_tiny("qwen3moe", tmp_path)
-    runner = TorchRunner(open_checkpoint(folder), slots=16, expert_slots=2)
+    runner = load_torch_runner(open_checkpoint(folder), slots=16, expert_slots=2)
     assert runner.decoder.offloaded is not None
     costs = runner.decoder.offloaded._costs
     assert min(costs.fast, costs.copy, costs.slow(1)) > 0
 
 
 def test_models_without_experts_have_none_to_offload(tmp_path: Path) -> None:
-    runner = TorchRunner(open_checkpoint(write_tiny("llama", tmp_path)), slots=16, expert_slots=2)
+    runner = load_torch_runner(
+        open_checkpoint(write_tiny("llama", tmp_path)), slots=16, expert_slots=2
+    )
     assert runner.decoder.offloaded is None

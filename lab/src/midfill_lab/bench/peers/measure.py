@@ -52,6 +52,7 @@ from midfill_lab.bench.peers.results import (
     PeersOptions,
     PeersReport,
     ServerResult,
+    column,
     pooled,
 )
 from midfill_lab.bench.peers.servers import (
@@ -92,11 +93,16 @@ class _RunOverError(MidfillError):
     """The server has ended or doesn't answer."""
 
 
-def run_server(launch: Launch, work: Work, log: Path) -> ServerResult:
+def run_server(
+    launch: Launch, work: Work, log: Path, prefill: Sequence[Figure] = ()
+) -> ServerResult:
     """Run one server from start to end; its failure is part of the result.
 
     Args:
+        launch: the server.
+        work: what it does.
         log: a new file for its output.
+        prefill: figures of the same server's prefill in an earlier run.
     """
     work.progress(f"{launch.name}: memory bandwidth")
     found = ServerResult(
@@ -107,7 +113,7 @@ def run_server(launch: Launch, work: Work, log: Path) -> ServerResult:
         bytes_per_second=_memory_speed(work.options),
     )
     try:
-        _start_and_measure(launch, work, log, found)
+        _start_and_measure(launch, work, log, found, prefill)
     except MidfillError as error:
         found.error = str(error)
     return found
@@ -129,7 +135,9 @@ def _process(launch: Launch, log: Path) -> ServerProcess:
     return ServerProcess(command, launch.environment, port, log)
 
 
-def _start_and_measure(launch: Launch, work: Work, log: Path, found: ServerResult) -> None:
+def _start_and_measure(
+    launch: Launch, work: Work, log: Path, found: ServerResult, prefill: Sequence[Figure]
+) -> None:
     if launch.first_start:
         work.progress(f"{launch.name}: first start")
         with _process(launch, log) as process:
@@ -140,14 +148,20 @@ def _start_and_measure(launch: Launch, work: Work, log: Path, found: ServerResul
             found.ready_seconds = process.wait_until_ready(work.options.start_limit)
             read = launch.read_bytes(process.log_text())
             found.weight_bytes, found.kv_bytes_per_token = read.weights, read.kv_per_token
-            asyncio.run(_measure(process, launch, work, found))
+            asyncio.run(_measure(process, launch, work, found, prefill))
         except _RunOverError as error:
             raise MidfillError(f"{error}; {process.last_words()}") from None
         finally:
             found.peak_rss_bytes = process.peak_rss_bytes
 
 
-async def _measure(process: ServerProcess, launch: Launch, work: Work, found: ServerResult) -> None:
+async def _measure(
+    process: ServerProcess,
+    launch: Launch,
+    work: Work,
+    found: ServerResult,
+    prefill: Sequence[Figure],
+) -> None:
     def bound(context: float, streams: int) -> float:
         step = found.weight_bytes + streams * context * found.kv_bytes_per_token
         return found.bytes_per_second * streams / step
@@ -165,7 +179,8 @@ async def _measure(process: ServerProcess, launch: Launch, work: Work, found: Se
         for load in loads_for(work.options, work.prompts, launch.layouts):
             if load.kind not in launch.kinds:
                 continue
-            reason = reason_to_skip(load, work.model.context, found.figures, limit)
+            known = [*prefill, *found.figures]
+            reason = reason_to_skip(load, work.model.context, known, limit)
             if reason is None:
                 try:
                     found.figures += await _attempt(process, load.name, load.run(subject))
@@ -309,17 +324,29 @@ def compare_peers(
 
 def _take_turn(turn: int, launch: Launch, work: Work, log: Path, report: PeersReport) -> None:
     """Run a server once more, unless it has had this turn or failed; the report is updated."""
+    prefill = _prefill_figures(report.servers, launch.name)
     numbers = {server.name: number for number, server in enumerate(report.servers)}
     number = numbers.get(launch.name)
     if number is None:
-        report.servers.append(run_server(launch, work, log))
+        report.servers.append(run_server(launch, work, log, prefill))
         return
     earlier = report.servers[number]
     if earlier.turns > turn or earlier.error:
         work.progress(f"{launch.name}: measured before")
         return
-    again = run_server(replace(launch, first_start=False), work, log)
+    again = run_server(replace(launch, first_start=False), work, log, prefill)
     report.servers[number] = pooled(earlier, again)
+
+
+def _prefill_figures(servers: Sequence[ServerResult], name: str) -> list[Figure]:
+    """Return figures of a server's prefill, which may be those of its run with other drafts."""
+    return [
+        each
+        for server in servers
+        if column(server.name) == column(name)
+        for each in server.figures
+        if each.kind == "prefill"
+    ]
 
 
 def _finished(

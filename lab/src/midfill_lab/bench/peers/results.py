@@ -64,8 +64,8 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
         device: of PyTorch, on which midfill and vLLM compute; llama.cpp and OpenVINO are compared
             on "cpu" alone.
         load_limit: seconds. A load whose prompts alone would take a server longer, at the prefill
-            speed just measured, is skipped; a request without an answer for that long ends the
-            server's run.
+            speed just measured in this run of it or in the one before, is skipped; a request
+            without an answer for that long ends the server's run.
         start_limit: seconds until a server must answer.
         seed: chooses files and tokens.
     """

@@ -45,6 +45,22 @@ NUMBERS = 4 * SEGMENT + BLOCK
 each row sees."""
 
 
+class PartRows(NamedTuple):
+    """Rows of a request, and the part of its keys that they look at.
+
+    Attributes:
+        part: the part's number.
+        row: the first row's number in the batch.
+        rows: how many there are.
+        visible_at: where ``AttentionParts.visible`` says how many of the part's slots they see.
+    """
+
+    part: int
+    row: int
+    rows: int
+    visible_at: int
+
+
 class PartScratch(NamedTuple):
     """A thread's memory for one query block.
 

@@ -12,6 +12,7 @@ from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
 from midfill.kernels.cpu.parts.keys import (
     Cursor,
     PartKeys,
+    PartRows,
     PartScratch,
     change_scores,
     cut_scratch,
@@ -46,7 +47,8 @@ def _weigh_keys(
     """Compute the softmax weights of a head's rows, as they are before they are merged.
 
     Args:
-        kv, heads, parts, visible_at, rows: see ``probe_masses``.
+        kv, heads, parts: see ``probe_masses``.
+        visible_at, rows: see ``PartRows``.
         part: the part's keys in the head.
         keys: how many of them the last row sees.
         memory: holds the queries.
@@ -112,9 +114,8 @@ def _add_weights(
 @entry_point
 def probe_masses(
     thread: int, threads: int, sync: Int64Array, kv: LayerKV, heads: AttentionHeads,
-    queries: Queries, parts: AttentionParts, part: int, row: int, rows: int, visible_at: int,
-    columns: Float32Array, diagonals: Float32Array, width: int, weights: Float32Array,
-    states: Float32Array,
+    queries: Queries, parts: AttentionParts, own: PartRows, columns: Float32Array,
+    diagonals: Float32Array, width: int, weights: Float32Array, states: Float32Array,
 ) -> None:  # fmt: skip
     """Compute how much attention rows pay to each key and to each distance.
 
@@ -124,10 +125,7 @@ def probe_masses(
         heads: the layer's attention; it has no window.
         queries: of all rows of the batch.
         parts: of the batch.
-        part: number of the part that is probed.
-        row: the first row's number in the batch.
-        rows: how many there are, at most 64.
-        visible_at: where ``parts.visible`` says how many of the part's slots they see.
+        own: the rows, at most 64, and the part that is probed.
         columns: float32 [query_heads * width], zeros; takes the sums over the rows.
         diagonals: as columns; takes, for each key, the sums over the keys as far before their rows
             as this one is before the last row.
@@ -138,13 +136,14 @@ def probe_masses(
     """
     memory = cut_scratch(parts.scratch[thread], parts.numbers[thread], heads.head_dim)
     visible, one_head = parts.visible, 1
+    rows, visible_at = own.rows, own.visible_at
     head = take_work(sync, 1)
     while head < heads.query_heads:
-        load_queries(kv, queries, row, rows, head, one_head, heads, heads.scale, memory.queries)
-        own = part_keys(parts, part, kv, head // heads.group)
-        keys = own.head.cells + int(visible[visible_at + rows - 1])
+        load_queries(kv, queries, own.row, rows, head, one_head, heads, heads.scale, memory.queries)
+        part = part_keys(parts, own.part, kv, head // heads.group)
+        keys = part.head.cells + int(visible[visible_at + rows - 1])
         own_weights, own_states = weights[thread], states[thread]
-        _weigh_keys(kv, heads, parts, own, visible_at, keys, rows, memory, own_weights, own_states)
+        _weigh_keys(kv, heads, parts, part, visible_at, keys, rows, memory, own_weights, own_states)
         _find_factors(own_states, rows, (keys + SEGMENT - 1) // SEGMENT)
         _add_weights(
             own_weights, own_states, visible, visible_at, rows, keys, columns, diagonals,

@@ -16,7 +16,7 @@ from midfill.kernels.cpu.attention_parts import AttentionParts
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV, load_entry
 from midfill.kernels.cpu.memory import Float32Array, Int64Array
-from midfill.kernels.cpu.parts.keys import part_keys
+from midfill.kernels.cpu.parts.keys import PartRows, part_keys
 from midfill.kernels.cpu.parts.page_summaries import key_cell
 from midfill.kernels.cpu.ragged_cells import HeadKeys
 from midfill.kernels.cpu.simd import LANES, fma, load, splat, sum_lanes
@@ -220,11 +220,31 @@ def choose_all(parts: AttentionParts, chosen_at: int, width: int) -> None:
         numbers[chosen_at + i] = np.int32(-1)
 
 
+class RowSearch(NamedTuple):
+    """How blocks of rows search; see ``runners.forward.tree_search``.
+
+    Attributes:
+        block_rows: rows per block.
+        stride: every so many rows of a block search.
+        blocks: of keys that are chosen.
+        size: keys per block of keys.
+        window, sinks: last and first keys that are not searched.
+        by_centre: see ``search_tree``.
+    """
+
+    block_rows: int
+    stride: int
+    blocks: int
+    size: int
+    window: int
+    sinks: int
+    by_centre: int
+
+
 @entry_point
 def search_keys(
     thread: int, threads: int, sync: Int64Array, kv: LayerKV, heads: AttentionHeads,
-    queries: Queries, parts: AttentionParts, part: int, row: int, rows: int, visible_at: int,
-    block_rows: int, stride: int, count: int, size: int, window: int, sinks: int, by_centre: int,
+    queries: Queries, parts: AttentionParts, own: PartRows, rule: RowSearch,
 ) -> None:  # fmt: skip
     """Search in each query head for blocks of rows: ``LayerProbe.search``.
 
@@ -234,39 +254,33 @@ def search_keys(
         heads: the layer's attention; it has no window.
         queries: of all rows of the batch.
         parts: of the batch; its selector has ``numbers`` for the choices,
-            [blocks, query_heads, count + 1], and behind them for nodes, as many as it has scores,
-            [blocks, query_heads, 2 * SEARCH_ROOM * count].
-        part: number of the part that is searched.
-        row: the first row's number in the batch.
-        rows: how many there are.
-        visible_at: where ``parts.visible`` says how many of the part's slots they see.
-        block_rows: rows per block.
-        stride: every so many rows of a block search.
-        count: blocks of keys that are chosen.
-        size: keys per block of keys.
-        window, sinks: last and first keys that are not searched.
-        by_centre: see ``search_tree``.
+            [blocks of rows, query_heads, rule.blocks + 1], and behind them for nodes, as many as it
+            has scores, [blocks of rows, query_heads, 2 * SEARCH_ROOM * rule.blocks].
+        own: the rows, and the part that is searched.
+        rule: how they search.
     """
-    units = (rows + block_rows - 1) // block_rows * heads.query_heads
+    count, block_rows, stride = rule.blocks, rule.block_rows, rule.stride
+    units = (own.rows + block_rows - 1) // block_rows * heads.query_heads
     room, dim = 2 * SEARCH_ROOM * count, heads.head_dim
     unit = take_work(sync, 1)
     while unit < units:
         first, query_head = unit // heads.query_heads * block_rows, unit % heads.query_heads
-        head = part_keys(parts, part, kv, query_head // heads.group).head
-        end = head.cells + int(parts.visible[visible_at + first]) - window
+        head = part_keys(parts, own.part, kv, query_head // heads.group).head
+        end = head.cells + int(parts.visible[own.visible_at + first]) - rule.window
         chosen_at = unit * (count + 1)
-        if end - sinks <= count * size:
+        if end - rule.sinks <= count * rule.size:
             choose_all(parts, chosen_at, count + 1)
         else:
             parts.selector.numbers[chosen_at] = np.int32(end)
-            searching = (min(block_rows, rows - first) + stride - 1) // stride
-            query_at = (row + first) * queries.stride + query_head * dim
+            searching = (min(block_rows, own.rows - first) + stride - 1) // stride
+            query_at = (own.row + first) * queries.stride + query_head * dim
             search = BlockSearch(
-                queries.values, query_at, searching, stride * queries.stride, dim, sinks, end, size
-            )
+                queries.values, query_at, searching, stride * queries.stride, dim, rule.sinks, end,
+                rule.size,
+            )  # fmt: skip
             nodes_at = units * (count + 1) + unit * room
             search_tree(
-                parts, kv, head, search, count, by_centre, nodes_at, unit * room, chosen_at + 1
+                parts, kv, head, search, count, rule.by_centre, nodes_at, unit * room, chosen_at + 1
             )
         unit = take_work(sync, 1)
     barrier(sync, threads)

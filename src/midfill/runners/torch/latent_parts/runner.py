@@ -22,7 +22,6 @@ from midfill.arrays import Float32Array, Int32Array, RunnerArray
 from midfill.config import WeightsOption
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.cells import CellLayout, CellStore, StoredCells, UInt8Array
 from midfill.runners.torch.latent_parts.calibration import calibrate, calibration_texts
@@ -36,7 +35,6 @@ from midfill.runners.torch.latent_parts.messages import (
 )
 from midfill.runners.torch.latent_parts.rotation import LatentRotation
 from midfill.runners.torch.latent_parts.worker import join_parts, part_cells
-from midfill.runners.torch.logits import TorchLogits
 from midfill.runners.torch.runner import TorchRunner
 from midfill.runners.torch.weights import load_weights
 from midfill.system.python_child import python_command, python_environment
@@ -71,9 +69,6 @@ class LatentPartsRunner(TorchRunner):
         adapter: Path | None = None,
         weights: WeightsOption = "auto",
     ) -> None:
-        # The decoder isn't TorchRunner's own; all else is.
-        self.config = checkpoint.config
-        self.logits_ops = NUMPY_LOGITS if shape.device == "cpu" else TorchLogits()
         self._workers: list[_Worker] = []
         self._finalizer = weakref.finalize(self, _end, self._workers)
         torch.set_num_threads(shape.threads)
@@ -82,13 +77,13 @@ class LatentPartsRunner(TorchRunner):
             for rank in range(1, shape.parts):
                 self._workers.append(_Worker(rank, load))
             whole = load_weights(checkpoint, shape.device_of(0), shape.dtype)
-            texts = calibration_texts(checkpoint.tokenizer.encode, self.config.context)
-            self.rotation = calibrate(self.config, whole, texts, shape.parts)
+            config = checkpoint.config
+            texts = calibration_texts(checkpoint.tokenizer.encode, config.context)
+            self.rotation = calibrate(config, whole, texts, shape.parts)
             for worker in self._workers:
                 worker.finish_loading(self.rotation)
             self._part, self.group = join_parts(checkpoint, whole, self.rotation, 0, shape, folder)
-        self.decoder = self._part
-        self.graphs = None
+        super().__init__(config, self._part)
 
     def close(self) -> None:
         """End the processes of the other parts."""
@@ -103,7 +98,7 @@ class LatentPartsRunner(TorchRunner):
         return self.decoder.weights.bytes * self.rotation.parts
 
     @property
-    def cells(self) -> "PartCells":  # type: ignore[override]
+    def cells(self) -> "PartCells":
         """The KV cache, cell by cell."""
         return PartCells(part_cells(self._part), [worker.connection for worker in self._workers])
 
