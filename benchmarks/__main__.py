@@ -10,6 +10,7 @@ from midfill.cli.usage import CommandLine
 
 COMMANDS = {
     "attacks": "reliability.attacks",
+    "autotuning": "autotuning",
     "cached-documents": "cached_documents",
     "cascade": "cascade",
     "codecs": "codecs",

@@ -188,7 +188,7 @@ class CpuRunner:
             amx = AmxUse.OFF
         if slots >= MEASURED_ROWS or amx is AmxUse.ON:
             progress("measuring kernels", 0, 1)
-            self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self._time_tiles, amx)
+            self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self.time_tiles, amx)
 
     @classmethod
     def load(
@@ -340,6 +340,40 @@ class CpuRunner:
         """Return each thread's ticks in each phase of all steps so far: [threads, phases]."""
         return self._clock[:, : len(PHASES)].copy()
 
+    @property
+    def tile_rows(self) -> TileTable:
+        """How products are tiled, and weights prefetched; a copy."""
+        return self._tile_rows.copy()
+
+    def time_tiles(self, tile_rows: TileTable, rows: int) -> Int64Array:
+        """Tile products so from now on, and time a step.
+
+        It runs some rows through the last two layers and the head, but one row through all layers,
+        so that weights come from memory. The first slots, and the first state, are overwritten.
+        Nobody reads them: a slot is written before it is read, and a state cleared.
+
+        Args:
+            tile_rows: the table.
+            rows: of the step.
+
+        Returns:
+            the ticks of each phase, all threads together.
+        """
+        self._tile_rows[:] = tile_rows
+        numbers = np.arange(rows, dtype=np.int32)
+        ends = np.array([0, rows], np.int32)
+        batch = ForwardBatch(
+            np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers,
+            states=np.zeros(0 if self._states is None else 1, np.int32),
+        )  # fmt: skip
+        hidden = aligned_zeros((rows, self.config.row_width), np.float32)
+        layers = self.config.layers
+        before = self.phase_ticks()
+        first = 0 if rows == 1 else max(0, layers - 2)
+        self._run(batch, hidden, Stages(False, first, layers, True))
+        ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
+        return ticks
+
     def close(self) -> None:
         """End the threads."""
         self._pool.close()
@@ -453,29 +487,6 @@ class CpuRunner:
         size = StepSize(batch.rows, len(batch.logit_rows), partials, len(batch.observed_rows))
         if self._memory.reserve(size):
             self._views = {}
-
-    def _time_tiles(self, tile_rows: TileTable, rows: int) -> Int64Array:
-        """Return the ticks of each phase over some rows: of the last two layers and the head.
-
-        One row runs through all layers, so that weights come from memory.
-
-        The first slots, and the first state, are overwritten. Nobody reads them: a slot is written
-        before it is read, and a state cleared.
-        """
-        self._tile_rows[:] = tile_rows
-        numbers = np.arange(rows, dtype=np.int32)
-        ends = np.array([0, rows], np.int32)
-        batch = ForwardBatch(
-            np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers,
-            states=np.zeros(0 if self._states is None else 1, np.int32),
-        )  # fmt: skip
-        hidden = aligned_zeros((rows, self.config.row_width), np.float32)
-        layers = self.config.layers
-        before = self.phase_ticks()
-        first = 0 if rows == 1 else max(0, layers - 2)
-        self._run(batch, hidden, Stages(False, first, layers, True))
-        ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
-        return ticks
 
     def _compile(self, further: Sequence[EntryCall]) -> Callable[..., None]:
         """Return the forward pass, compiled, after an empty step on this thread and one on all.
