@@ -5,8 +5,6 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-import pytest
-
 from midfill.models.families import FAMILIES
 
 TESTS = Path(__file__).parent
@@ -211,33 +209,35 @@ def _has_own_tests(module: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("folder", sorted({file.parent for file in FILES}), ids=str)
-def test_a_folder_of_tests_mirrors_one_of_code(folder: Path) -> None:
-    assert any(module.parent == folder for module in MODULES)
-
-
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_a_file_named_like_a_module_is_beside_its_mirror_image(file: Path) -> None:
+def _is_misplaced(file: Path) -> bool:
+    """Whether a file has the name of modules of its part of the code, and is beside none."""
     name = file.stem.removeprefix("test_")
     named = {module for module in MODULES if module.name == name}
-    if file.parent / name in named:
-        return
-    door = file.parts[0]
-    misplaced = [module for module in named if module.parts[0] == door and len(file.parts) > 1]
-    assert not misplaced, f"{file} tests {misplaced[0]}.py, by its name"
+    if file.parent / name in named or len(file.parts) == 1:
+        return False
+    return any(module.parts[0] == file.parts[0] for module in named)
 
 
-@pytest.mark.parametrize("module", sorted(PACKAGE), ids=str)
-def test_every_module_has_tests(module: Path) -> None:
-    if _has_own_tests(module):
-        return
-    through = [file for file, modules in TESTED_THROUGH.items() if module.as_posix() in modules]
-    assert through, f"no file of tests is named like {module}, imports it or is listed for it"
-    assert (TESTS / through[0]).exists()
+# Each looks at hundreds of files in a moment: a test per file would take longer than its check.
 
 
-@pytest.mark.parametrize("module", sorted(chain(*TESTED_THROUGH.values())))
-def test_what_is_listed_exists_and_has_no_tests_of_its_own(module: str) -> None:
-    path = Path(module)
-    assert path in PACKAGE
-    assert not _has_own_tests(path)
+def test_folders_of_tests_mirror_those_of_code() -> None:
+    code = {module.parent for module in MODULES}
+    assert not [str(folder) for folder in sorted({file.parent for file in FILES} - code)]
+
+
+def test_files_named_like_a_module_are_beside_its_mirror_image() -> None:
+    assert not [str(file) for file in FILES if _is_misplaced(file)]
+
+
+def test_every_module_has_tests() -> None:
+    """A file of tests is named like it, imports it from its folder, or is listed for it."""
+    listed = {Path(module) for module in chain(*TESTED_THROUGH.values())}
+    assert not [str(module) for module in sorted(PACKAGE - listed) if not _has_own_tests(module)]
+
+
+def test_what_is_listed_exists_and_has_no_tests_of_its_own() -> None:
+    assert not [file for file in TESTED_THROUGH if not (TESTS / file).is_file()]
+    listed = {Path(module) for module in chain(*TESTED_THROUGH.values())}
+    assert listed <= PACKAGE
+    assert not [str(module) for module in sorted(listed) if _has_own_tests(module)]

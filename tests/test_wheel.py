@@ -187,6 +187,6 @@ def test_it_serves(python: Path, tiny_folder: Path) -> None:
 
 
 def test_it_passes_tests_that_are_run_from_another_folder(python: Path, tmp_path: Path) -> None:
-    folders = [ROOT / "tests" / name for name in ("infill", "kv", "models/tokens", "system")]
+    folders = [ROOT / "tests" / name for name in ("kv/tiers", "models/tokens", "system")]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
     assert "passed" in run([python, "-m", "pytest", *options, *folders], tmp_path)

@@ -20,7 +20,8 @@ from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from benchmarks.__main__ import make_app
 from midfill.cli.app import app
 
-BENCHMARKS_APP = make_app(*BENCHMARKS)
+MIDFILL = typer.main.get_command(app)
+BENCHMARKS_APP = typer.main.get_command(make_app(*BENCHMARKS))
 COMMANDS = [command for block in all_blocks("sh") for command in shell_commands(block)]
 EXTRAS = {
     names: tomllib.loads((ROOT / file).read_text())["project"]["optional-dependencies"].keys()
@@ -62,10 +63,9 @@ def ours() -> list[ShellCommand]:
 
 def leaf(words: Sequence[str]) -> tuple[object, str, list[str]]:
     """Return the command that words are, its name, and its arguments."""
-    command, name, rest = typer.main.get_command(app), "midfill", list(words[1:])
+    command, name, rest = MIDFILL, "midfill", list(words[1:])
     if words[1:3] == ("-m", "benchmarks"):
-        command, name = typer.main.get_command(BENCHMARKS_APP), "python -m benchmarks"
-        rest = list(words[3:])
+        command, name, rest = BENCHMARKS_APP, "python -m benchmarks", list(words[3:])
     while rest and rest[0] in getattr(command, "commands", {}):
         command, name = command.commands[rest[0]], f"{name} {rest[0]}"  # type: ignore[attr-defined]
         rest = rest[1:]
@@ -109,8 +109,8 @@ def test_every_command_is_mentioned() -> None:
             yield from leaves(sub, f"{path} {name}")
 
     every = [
-        *leaves(typer.main.get_command(app), "midfill"),
-        *leaves(typer.main.get_command(BENCHMARKS_APP), "python -m benchmarks"),
+        *leaves(MIDFILL, "midfill"),
+        *leaves(BENCHMARKS_APP, "python -m benchmarks"),
     ]
     for command in every:
         assert command in text, f"no page says what '{command}' is for"

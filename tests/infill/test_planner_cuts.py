@@ -1,5 +1,7 @@
 """Planned cuts, through whole sessions: the text before the suffix ends with a whole token."""
 
+from functools import cache
+
 import pytest
 from code_tokenizers import CODE, SPLITS, code_tokenizer
 from editing import EDITS, edited_texts
@@ -94,11 +96,17 @@ def test_typing_on_at_a_cut_moves_it_when_it_would_split_a_token() -> None:
     assert later.cut != len(text)
 
 
+@cache
+def default_tokenizer() -> Tokenizer:
+    """Opening the model takes longer than an example."""
+    return open_checkpoint(resolve(DEFAULT_MODEL)).tokenizer
+
+
 @pytest.mark.real_model
 @settings(max_examples=30, deadline=None)
 @given(EDITS, RULES)
 def test_with_the_default_models_tokenizer(edits, rule) -> None:
-    tokenizer = open_checkpoint(resolve(DEFAULT_MODEL)).tokenizer
+    tokenizer = default_tokenizer()
     session = planner(tokenizer, rule)
     for prefix, suffix in edited_texts(CODE[:3000], edits):
         check(session.plan_and_record(InfillRequest(prefix=prefix, suffix=suffix)), tokenizer)

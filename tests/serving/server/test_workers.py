@@ -18,7 +18,7 @@ from midfill.serving.options import ServeOptions
 WORKERS = ("--prefill-workers", "1", "--decode-workers", "1")
 KEY = "0123456789abcdef"
 BODY = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
-LONG = {"prompt": "a", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "a", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
 ROLES = ("prefill", "decode")
 
 
@@ -127,7 +127,7 @@ def test_kv_moves_from_and_to_other_servers(server: RunningServer) -> None:
 def test_when_a_worker_is_killed_its_answers_go_on_elsewhere(
     folder: Path, alone: RunningServer, place: int
 ) -> None:
-    # An answer takes ten seconds, so that the kill meets it half-way.
+    # An answer takes five seconds, so that the kill meets it half-way.
     with start(folder, *WORKERS, "--kv-memory", "64MB", step_seconds=0.01) as server:
         check_survives(server, alone, place)
 

@@ -5,6 +5,7 @@ import importlib.util
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +28,16 @@ def standard_library_documents(
         ValueError: there are not that many such files.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts)
-    texts = list(_read(paths, shortest, longest))
+    texts = _library_texts(root, shortest, longest)
     if len(texts) < count:
         raise ValueError(f"only {len(texts)} of {count} wanted files are in {root}")
     return random.Random(seed).sample(texts, count)
+
+
+@lru_cache(maxsize=2)  # a load's texts are drawn several times from the same files
+def _library_texts(root: Path, shortest: int, longest: int) -> tuple[str, ...]:
+    paths = (path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts)
+    return tuple(_read(paths, shortest, longest))
 
 
 def document_pieces(characters: int, *, seed: int = 0, files: int = 300) -> list[str]:
