@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_an_engine_that_is_killed_costs_no_answer(model: str) -> None:
-    options = KillOptions(model=model, kills=4, step_timeout=8, timeout=120)
+    options = KillOptions(model=model, kills=4, step_timeout=12, timeout=120)
     report = asyncio.run(measure_kills(options))
     assert report.faults == [], report.failures
     assert report.kills == 4
