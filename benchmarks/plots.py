@@ -74,7 +74,7 @@ def _draw_lines(
 
     names = list(dict.fromkeys(column(server.name) for server in report.servers))
     for number, name in enumerate(names):
-        for style, (label, loads) in enumerate(series.items()):
+        for style, loads in enumerate(series.values()):
             points = [(x, _own_or(report, name, load)) for x, load in loads.items()]
             found = [(x, figure) for x, figure in points if figure is not None]
             if found:
@@ -84,7 +84,6 @@ def _draw_lines(
                     _LINES[style % len(_LINES)],
                     marker="o",
                     color=f"C{number}",
-                    label=", ".join(part for part in (name, label) if part),
                 )
     axes.set_title(title)
     axes.set_xlabel(abscissa)
@@ -95,7 +94,25 @@ def _draw_lines(
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
-        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        _explain_lines(axes, names, list(series))
+
+
+def _explain_lines(axes: Any, names: Sequence[str], labels: Sequence[str]) -> None:
+    """Add a legend: a colour per server that is drawn, a style per series if there are several."""
+    from matplotlib.lines import Line2D
+
+    drawn = {line.get_color() for line in axes.lines}
+    handles = [
+        Line2D([], [], color=f"C{number}", marker="o", label=name)
+        for number, name in enumerate(names)
+        if f"C{number}" in drawn
+    ]
+    if len(labels) > 1:
+        handles += [
+            Line2D([], [], color="black", linestyle=_LINES[style % len(_LINES)], label=label)
+            for style, label in enumerate(labels)
+        ]
+    axes.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _own_or(report: PeersReport, name: str, load: str) -> Figure | None:
