@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from midfill_lab.bench.methods.report import exact_holes, held_share, prediction, recall
 from midfill_lab.bench.methods.results import FULL, MethodsReport, ModelResult, Variant
@@ -21,7 +21,7 @@ from midfill_lab.bench.rounds import RoundsReport
 if TYPE_CHECKING:
     from benchmarks.decode_length import LengthReport
 
-_LINES = ("-", "--", ":", "-.")
+_LINES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 
 
 def plot_peers(report: PeersReport, path: Path) -> None:
