@@ -41,11 +41,21 @@ def test_on_a_gpu_it_gets_as_much_room_as_midfill_and_runs_as_it_is_by_default(
     own = launch_midfill(folder_model, room, speculation=False, kinds=LOADS, device=device)
     assert isinstance(on_cpu, Launch)
     assert isinstance(on_gpu, Launch)
-    assert "--enforce-eager" in on_cpu.command
     assert "--enforce-eager" not in on_gpu.command
     (kv_bytes,) = {_after("--kv-memory", own.command), _after(_KV_BYTES, on_gpu.command)}
     assert int(kv_bytes) == room.kv_tokens * folder_model.kv_values_per_token * 2
     assert on_gpu.environment.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++", ""])
+def test_on_a_cpu_it_compiles_steps_where_there_is_a_compiler(
+    compiler: str, folder_model: ComparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "find_interpreter", lambda *_, **__: ("python", "0.32.0"))
+    monkeypatch.setattr(vllm.shutil, "which", lambda name: name if name == compiler else None)
+    launch = launch_vllm(folder_model, Room(threads=1, sequence=128, sequences=4), None)
+    assert isinstance(launch, Launch)
+    assert ("--enforce-eager" in launch.command) == (not compiler)
 
 
 def _after(flag: str, command: Sequence[str]) -> str:

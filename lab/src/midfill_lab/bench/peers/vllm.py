@@ -1,6 +1,7 @@
 """vLLM: the interpreter it is installed for, and how its server is started."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from math import ceil
@@ -24,6 +25,8 @@ W8A8 = "w8a8"
 """The layers' matrices and what they are multiplied by in int8, all else in bfloat16."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, W8A8: 2}
+_COMPILERS = ("g++", "clang++")
+"""torch.compile needs one of them on a CPU."""
 _CONVERT_SECONDS = 1200
 _CONVERTER = Path(__file__).with_name("convert.py")
 DTYPES = tuple(_BYTES)
@@ -47,7 +50,7 @@ def launch_vllm(
     dtype: str = "float32",
     device: str = CPU,
 ) -> Launch | Missing:
-    """Describe vLLM's server: eager on a CPU, otherwise with its defaults.
+    """Describe vLLM's server: with its defaults, but eager on a CPU without a compiler.
 
     The first time a GGUF file is converted to a Hugging Face folder, with vLLM's interpreter.
 
@@ -122,7 +125,9 @@ def _placed(room: Room, kv_bytes: int, device: str) -> tuple[list[str], dict[str
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "OMP_NUM_THREADS": str(room.threads),
     }
-    return ["--enforce-eager"], environment, f", {gigabytes} GiB of KV, cores {cores}"
+    compiles = any(map(shutil.which, _COMPILERS))
+    flags = [] if compiles else ["--enforce-eager"]
+    return flags, environment, f", {gigabytes} GiB of KV, cores {cores}"
 
 
 def _cores(threads: int) -> str:
