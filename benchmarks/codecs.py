@@ -339,7 +339,7 @@ def codec_table(report: CodecReport) -> ResultTable:
 
 
 def _bits(report: CodecReport, token_bytes: float) -> float:
-    numbers = report.raw_bytes / (2 if report.layout == "f16" else 4)
+    numbers = report.raw_bytes / (4 if report.layout == "f32" else 2)
     return 8 * token_bytes / numbers
 
 

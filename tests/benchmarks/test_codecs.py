@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.codecs import CodecReport, codec_table, measure_codecs
@@ -32,6 +33,14 @@ def test_the_table_has_exact_kv_first(report: CodecReport) -> None:
     lines = codec_table(report).markdown().splitlines()
     assert lines[2].startswith("| exact (f32) | 1,536 | 1.0 |")
     assert lines[4].startswith("| shallow=8,deep=8 |")
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits"), [("f32", "32.00"), ("f16", "16.00"), ("bf16", "16.00")]
+)
+def test_exact_kv_has_the_bits_of_its_layout(report: CodecReport, layout: str, bits: str) -> None:
+    table = codec_table(msgspec.structs.replace(report, layout=layout))
+    assert table.rows[0]["bits/number"] == bits
 
 
 def test_options_that_do_not_fit_are_refused_at_once(tiny_folder: Path) -> None:
