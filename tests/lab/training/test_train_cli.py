@@ -17,6 +17,9 @@ from midfill.cli import main
 from midfill.frontend.sampling import SamplingParams
 from midfill.llm import LLM
 
+for _library in ("torch", "accelerate", "peft"):
+    pytest.importorskip(_library)
+
 FIM = "<fim_prefix>,<fim_suffix>,<fim_middle>"
 RECIPE = """
 tokens_per_step = 400
