@@ -74,9 +74,9 @@ class CountingRunner:
         return self._runner.compute_logits(batch, hidden)
 
     def _count(self, batch: ForwardBatch, first: int, end: int) -> None:
-        seen, layers = batch.slots_seen(), end - first
+        seen, layers = batch.keys_seen(), end - first
         for layer in range(first, end):
             self.work.rows[layer] += batch.rows
         self.work.weight_bytes += self._layer_bytes * layers
-        self.work.key_pairs += int(seen.sum()) * layers
-        self.work.keys_read += int(seen[batch.query_indptr[1:] - 1].sum()) * layers
+        self.work.key_pairs += round(float(seen.sum()) * layers)
+        self.work.keys_read += round(float(seen[batch.query_indptr[1:] - 1].sum()) * layers)

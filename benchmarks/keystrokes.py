@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.cpu_model import open_cpu_model
 from benchmarks.report import publish
-from benchmarks.shapes import ShapeOption, model_or_shape
+from benchmarks.shapes.command import ShapeOption, model_or_shape
 from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions

@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from midfill.arrays import Float32Array, RunnerArray
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
@@ -212,4 +210,4 @@ class _WorkCounter:
     def _add(self, batch: ForwardBatch, layers: int) -> None:
         if self.log_probabilities is None:
             self.row_layers += batch.rows * layers
-            self.key_pairs += int(batch.slots_seen().sum(dtype=np.int64)) * layers
+            self.key_pairs += round(float(batch.keys_seen().sum()) * layers)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from midfill.arrays import Int32Array
+from midfill.arrays import Float64Array, Int32Array
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import AttentionPlan
 
@@ -127,6 +127,21 @@ class ForwardBatch:
             and not len(self.observed_rows)
             and all(plan.is_dense for _, plan in self.plans())
         )
+
+    def keys_seen(self) -> Float64Array:
+        """Return how many keys each row attends to, or may choose among: [rows] float64.
+
+        Keys of cells are those of a head in the mean.
+        """
+        seen = self.slots_seen().astype(np.float64)
+        for number, plan in self.plans():
+            rows = slice(*self.query_indptr[number : number + 2])
+            for cells in (plan.cells, *(part.cells for part in plan.parts)):
+                if cells is not None:
+                    seen[rows] += len(cells.cells) / (len(cells.indptr) - 1)
+            for part in plan.parts:
+                seen[rows] += len(part.slots) if part.visible is None else part.visible
+        return seen
 
     def slots_seen(self) -> Int32Array:
         """Return how many of its request's slots each row attends to: [rows] int32."""

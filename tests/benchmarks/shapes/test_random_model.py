@@ -9,12 +9,15 @@ import pytest
 from packed_steps import Sequence, Stepper
 from tiny_gguf import write_gguf
 
-from benchmarks.shapes import SHAPES, Shape, random_model, write_random_model
+from benchmarks.shapes.layer_tensors import weights_of
+from benchmarks.shapes.random_model import random_model, write_random_model
+from benchmarks.shapes.shape import SHAPES, Shape
 from midfill.errors import MidfillError
+from midfill.models.altup import AltUp
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.gguf_file import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.config import Experts, LatentAttention, StateSpace
+from midfill.models.config import DeltaRule, Experts, LatentAttention, StateSpace
 from midfill.runners.cpu.packed_model import load_packed
 from midfill.runners.cpu.runner import CpuRunner
 from midfill_lab.bench.peers.measure import Programs, compare_peers
@@ -28,6 +31,7 @@ OPTIONS = PeersOptions(
     loads=("prefill",), prefill=(32,), repeats=1, start_limit=200.0, load_limit=200.0
 )
 SHAPE = Shape(
+    architecture="llama",
     layers=2,
     hidden=64,
     query_heads=2,
@@ -100,7 +104,7 @@ class TestRandomModels:
     ) -> None:
         assert gguf_model.gguf is not None
         experts = Experts(count=6, per_token=2, ffn=32, normalised=True)
-        shape = replace(SHAPE, experts=experts)
+        shape = replace(SHAPE, architecture="qwen3moe", experts=experts)
         write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "experts.gguf")
         checkpoint = open_checkpoint(tmp_path / "experts.gguf")
         assert checkpoint.config.experts == experts
@@ -126,7 +130,7 @@ class TestRandomModels:
         latent = LatentAttention(
             query_rank=0, rank=64, plain_dim=32, rotary_dim=64, value_dim=32, stored_apart=True
         )
-        shape = replace(SHAPE, kv_heads=1, experts=experts, latent=latent)
+        shape = replace(SHAPE, architecture="deepseek2", experts=experts, latent=latent)
         write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "latent.gguf")
         checkpoint = open_checkpoint(tmp_path / "latent.gguf")
         assert checkpoint.config.latent == latent
@@ -140,7 +144,7 @@ class TestRandomModels:
     ) -> None:
         assert gguf_model.gguf is not None
         experts = Experts(count=6, per_token=2, ffn=32, normalised=True, router_bias=True)
-        shape = replace(SHAPE, layers=4, experts=experts, window=16)
+        shape = replace(SHAPE, architecture="gpt-oss", layers=4, experts=experts, window=16)
         write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "oss.gguf")
         checkpoint = open_checkpoint(tmp_path / "oss.gguf")
         config = checkpoint.config
@@ -160,7 +164,7 @@ class TestRandomModels:
     ) -> None:
         assert gguf_model.gguf is not None
         space = StateSpace(layers=(0, 2), heads=4, head_dim=32, state_dim=32, conv_width=4)
-        shape = replace(SHAPE, layers=3, state_space=space)
+        shape = replace(SHAPE, architecture="granitehybrid", layers=3, states=space)
         write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "hybrid.gguf")
         checkpoint = open_checkpoint(tmp_path / "hybrid.gguf")
         config = checkpoint.config
@@ -173,11 +177,64 @@ class TestRandomModels:
         assert ((steps > 0.0009) & (steps < 0.11)).all()
         assert_kernels_compute_what_pytorch_does(checkpoint)
 
+    def test_the_delta_rule_beside_experts_is_a_qwen3_next(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        experts = Experts(count=6, per_token=2, ffn=32, normalised=True, shared_ffn=32)
+        rule = DeltaRule(
+            layers=(0, 1, 2), heads=4, head_dim=32, state_dim=32, conv_width=4, key_heads=2
+        )
+        shape = replace(SHAPE, architecture="qwen3next", layers=4, experts=experts, states=rule)
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "next.gguf")
+        checkpoint = open_checkpoint(tmp_path / "next.gguf")
+        config = checkpoint.config
+        assert (config.family, config.experts) == ("qwen3next", experts)
+        assert config.state_space == replace(rule, logarithmic=False)
+        assert (config.gated_attention, config.rotary_dim) == (True, 8)
+        assert_kernels_compute_what_pytorch_does(checkpoint)
+
+    def test_norms_of_all_heads_are_an_olmo2(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        shape = replace(SHAPE, architecture="olmo2")
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "olmo.gguf")
+        checkpoint = open_checkpoint(tmp_path / "olmo.gguf")
+        assert checkpoint.config.family == "olmo2"
+        assert checkpoint.config.joint_qk_norm
+        assert not checkpoint.config.tied_embeddings
+        assert_kernels_compute_what_pytorch_does(checkpoint)
+
+    def test_streams_of_rows_are_a_gemma_3n(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        altup = AltUp(laurel_rank=32, layer_width=32, layer_vocab=SHAPE.vocab)
+        shape = replace(
+            SHAPE, architecture="gemma3n", layers=12, window=16, altup=altup, kv_sharing_layers=4
+        )
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "gemma.gguf")
+        checkpoint = open_checkpoint(tmp_path / "gemma.gguf")
+        config = checkpoint.config
+        assert (config.family, config.altup) == ("gemma3n", altup)
+        assert config.kv_layers == tuple(range(8))
+        assert [config.window_of(layer) for layer in (3, 4)] == [16, None]
+        assert sum(cutoff is not None for cutoff in config.gate_cutoffs) == 10
+        assert_kernels_compute_what_pytorch_does(checkpoint)
+
     @pytest.mark.parametrize(
-        ("name", "weights"), [("gpt-oss-20b", 20.9e9), ("granite-4.0-h-micro", 3.2e9)]
+        ("name", "weights"),
+        [
+            ("gpt-oss-20b", 20.9e9),
+            ("granite-4.0-h-micro", 3.2e9),
+            ("qwen3-next-80b-a3b", 79.7e9),
+            ("olmo2-7b", 7.3e9),
+            ("gemma-3n-e2b", 4.46e9),
+        ],
     )
     def test_shapes_have_as_many_weights_as_their_models(self, name: str, weights: float) -> None:
-        assert SHAPES[name].weights == pytest.approx(weights, rel=0.005)
+        assert weights_of(SHAPES[name]) == pytest.approx(weights, rel=0.005)
 
     def test_the_tokenizer_is_the_other_models(
         self, random_gguf: Path, gguf_model: ComparedModel
@@ -213,8 +270,11 @@ class TestRandomModels:
         assert "--no-speculation" in report.servers[0].settings
         assert not report.servers[0].error
 
-    def test_a_hybrid_keeps_a_layer_with_attention(self) -> None:
-        with pytest.raises(MidfillError, match="no attention in its first 4 layers: --layers 6"):
+    def test_layers_are_never_cut_to_those_without_kv(self) -> None:
+        with pytest.raises(
+            MidfillError,
+            match="no layer that keeps KV of its own in its first 4 layers: --layers 6",
+        ):
             random_model("granite-4.0-h-micro", layers=4)
 
     def test_an_unknown_shape(self) -> None:
