@@ -6,9 +6,11 @@ import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tiny_checkpoints import write_tiny
 from toy_engine import prompt, sampling
 from toy_method import KeepLoudest
 from toy_runner import HIDDEN, ToyRunner
@@ -216,3 +218,33 @@ def test_answers_of_real_runners_do_not_depend_on_it(
     for key, answer in expected.items():
         assert answers[key].tokens == answer.tokens
     assert engine.stats().layered_prompts >= 3
+
+
+def test_of_a_mixture_each_expert_is_loaded_once_per_prompt_not_once_per_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from midfill.runners.torch import decoder, experts
+
+    checkpoint = open_checkpoint(write_tiny("qwen3moe", tmp_path / "moe", num_experts=16))
+    loaded: list[set[int]] = []
+
+    def route(*arguments: Any) -> experts.routing.Routing:
+        routing = experts.routing.route(*arguments)
+        loaded.append(set(routing.chosen.flatten().tolist()))
+        return routing
+
+    monkeypatch.setattr(decoder, "route", route)
+    layers = checkpoint.config.layers
+
+    def loads(by_layers: bool) -> list[list[set[int]]]:
+        loaded.clear()
+        engine = build_engine(torch_runner(checkpoint, 256), token_budget=16, by_layers=by_layers)
+        serve(engine, [request("long", prompt(48, 9), sampling(max_tokens=1))])
+        return [loaded[layer::layers] for layer in range(layers)]
+
+    chunks, once = loads(by_layers=False), loads(by_layers=True)
+    assert [len(passes) for passes in chunks] == [3] * layers
+    assert once == [[set.union(*passes)] for passes in chunks]
+    count = [sum(len(passed) for passes in run for passed in passes) for run in (once, chunks)]
+    assert count[0] < 0.5 * count[1]
