@@ -10,7 +10,7 @@ from benchmarks.plots import plot_methods
 from benchmarks.report import markdown
 from midfill.errors import MidfillError
 from midfill_lab.bench.methods.measure import measure_methods
-from midfill_lab.bench.methods.report import held_share, methods_tables, prediction, recall
+from midfill_lab.bench.methods.report import methods_tables, prediction, recall
 from midfill_lab.bench.methods.results import (
     FULL,
     NEEDLES,
@@ -78,20 +78,6 @@ def test_full_kv_is_measured_beside_every_method(report: MethodsReport) -> None:
     needles = recall(result, FULL, ["needle"])
     assert needles is not None
     assert needles.found.count == 2
-
-
-def test_what_is_held_is_counted(report: MethodsReport) -> None:
-    (result,) = report.models
-    full, own = result.costs[FULL], result.costs[SNAPKV.specification]
-    assert full.context == own.context == 800
-    assert full.after_prefill == 800
-    assert own.after_prefill == 200
-    assert own.peak == full.peak >= 200, "the prompt is computed exactly first"
-    assert held_share(result, SNAPKV.specification) == 0.25
-    assert own.bytes > full.bytes / 4, "the lists of cells count"
-    for ratios in (own.times_full, own.times_short, full.times_full):
-        assert len(ratios) == OPTIONS.repeats
-        assert min(ratios) > 0
 
 
 def test_a_run_is_continued_with_what_it_lacks(

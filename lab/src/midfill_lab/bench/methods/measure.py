@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
-from typing import NamedTuple
 
 import msgspec
 
@@ -11,6 +9,7 @@ from midfill.errors import MidfillError
 from midfill.methods.method import Method
 from midfill.methods.registry import methods_of, parse_name
 from midfill.system.machine import describe_machine
+from midfill_lab.bench.methods.costs import measure_costs
 from midfill_lab.bench.methods.nulls import make_null, share_observations
 from midfill_lab.bench.methods.probes import (
     ContextMaker,
@@ -25,7 +24,6 @@ from midfill_lab.bench.methods.probes import (
 from midfill_lab.bench.methods.results import (
     FULL,
     NEEDLES,
-    Cost,
     HoleResult,
     MethodsOptions,
     MethodsReport,
@@ -34,7 +32,7 @@ from midfill_lab.bench.methods.results import (
     Task,
     Variant,
 )
-from midfill_lab.bench.methods.session import Holding, MethodSession
+from midfill_lab.bench.methods.session import MethodSession
 from midfill_lab.evaluation.metrics import is_exact_first_line
 
 _MAX_LINE_TOKENS = 48
@@ -150,11 +148,7 @@ class _ModelRun:
         yield from self._measure_probes(progress)
         if self._session.has_sentinels:
             yield from self._measure_holes(progress)
-        if self._options.repeats and set(self._methods) - set(self._result.costs):
-            costs = measure_costs(
-                self._session, self._haystacks, self._options, self._methods, progress
-            )
-            self._replace(costs=costs)
+        yield from self._measure_costs(progress)
         yield self._result
 
     def _measure_probes(self, progress: Progress) -> Iterator[ModelResult]:
@@ -212,6 +206,15 @@ class _ModelRun:
             self._replace(holes=list(results.values()))
             yield self._result
 
+    def _measure_costs(self, progress: Progress) -> Iterator[ModelResult]:
+        costs = measure_costs(
+            self._session, self._haystacks, self._options, self._methods, self._result.costs,
+            progress,
+        )  # fmt: skip
+        for found in costs:
+            self._replace(costs=found)
+            yield self._result
+
     def _probes(self) -> list[Probe]:
         options, session = self._options, self._session
         room = session.info.context - 64 * options.questions
@@ -244,75 +247,3 @@ class _ModelRun:
 
     def _replace(self, **fields: object) -> None:
         self._result = msgspec.structs.replace(self._result, **fields)
-
-
-def measure_costs(
-    session: MethodSession,
-    haystacks: Haystacks,
-    options: MethodsOptions,
-    methods: Sequence[str],
-    progress: Callable[[str], None],
-) -> dict[str, Cost]:
-    """Measure methods by their specifications, full KV among them.
-
-    Runs of full KV at both contexts precede each run of a method: moments later the machine may
-    have other work to do.
-
-    Returns:
-        Costs by specification at the long context.
-    """
-    room = session.info.context - options.decoded - 1
-    long = _prompt(session, haystacks, min(options.speed_context, room))
-    short = _prompt(session, haystacks, min(options.short_context, room))
-    for tokens in (long, short):
-        progress(f"prefill of {len(tokens)} tokens")
-        session.hold(tokens, FULL, 2, cold=False)
-    runs: dict[str, list[_Run]] = {method: [] for method in methods}
-    for _ in range(options.repeats):
-        for method, measured in runs.items():
-            progress(f"decoding at {len(long)} tokens: {method}")
-            measured.append(
-                _Run(
-                    cold=session.hold(short, method, 2, cold=True),
-                    short=session.hold(short, FULL, options.decoded, cold=False),
-                    full=session.hold(long, FULL, options.decoded, cold=False),
-                    own=session.hold(long, method, options.decoded, cold=False),
-                )
-            )
-    return {
-        method: _cost(session, len(long), len(short), measured) for method, measured in runs.items()
-    }
-
-
-class _Run(NamedTuple):
-    """What one repeat measures of a method.
-
-    Attributes:
-        cold: of the short prompt, nothing cached.
-        short, full: full KV at the short and at the long context, decoding.
-        own: the method at the long context, decoding.
-    """
-
-    cold: Holding
-    short: Holding
-    full: Holding
-    own: Holding
-
-
-def _prompt(session: MethodSession, haystacks: Haystacks, tokens: int) -> list[int]:
-    return session.encode("".join(haystacks.lines(0, tokens + 50)))[:tokens]
-
-
-def _cost(session: MethodSession, context: int, short: int, runs: Sequence[_Run]) -> Cost:
-    slots = runs[0].own.after_prefill
-    return Cost(
-        context=context,
-        short_context=short,
-        after_prefill=slots,
-        bytes=slots * session.slot_bytes + runs[0].own.list_bytes,
-        tokens_per_second=median(1 / run.own.decode_seconds for run in runs),
-        times_full=[run.full.decode_seconds / run.own.decode_seconds for run in runs],
-        times_short=[run.short.decode_seconds / run.own.decode_seconds for run in runs],
-        ttft_seconds=median(run.cold.ttft_seconds for run in runs),
-        peak=max(run.cold.peak for run in runs),
-    )

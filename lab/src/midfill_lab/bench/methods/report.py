@@ -222,10 +222,11 @@ def _costs(report: MethodsReport, result: ModelResult, variants: Sequence[Varian
         rows=rows,
         labels=2,
         caption=f"A prompt of {context:,} tokens, {options.decoded} decoded, without speculation,"
-        f" median of {options.repeats} runs. Slots held: neither free nor evictable once the first"
-        " token is there; MB: theirs, with lists and terms of their cells. Peak (the most slots,"
-        f" beside full KV's) and TTFT: of a prompt of {short:,} tokens, none of them cached. Last"
-        " columns: how many times as fast it decodes as full KV at so many tokens, moments before."
+        f" median of {options.repeats} runs; in brackets the lowest and the highest. Slots held:"
+        " neither free nor evictable once the first token is there; MB: theirs, with lists and"
+        " terms of their cells. Peak (the most slots, beside full KV's) and TTFT: of a prompt of"
+        f" {short:,} tokens, none of them cached. Last columns: how many times as fast it decodes"
+        " as full KV at so many tokens, moments before."
         f" {report.machine}.{warning}",
     )
 
@@ -242,11 +243,17 @@ def _cost_cells(result: ModelResult, specification: str, options: MethodsOptions
         "of full KV": _NOTHING if share is None else f"{share:.1%}",
         "MB": f"{cost.bytes / 1e6:.1f}",
         "peak": _NOTHING if peak is None else f"{peak:.0%}",
-        "TTFT ms": f"{cost.ttft_seconds * 1000:.0f}",
-        "tokens/s": f"{cost.tokens_per_second:.0f}",
-        beside[0]: f"{median(cost.times_full):.2f}x",
-        beside[1]: f"{median(cost.times_short):.2f}x",
+        "TTFT ms": _spread([1000 * run.ttft_seconds for run in cost.runs], 0),
+        "tokens/s": _spread([run.tokens_per_second for run in cost.runs], 0),
+        beside[0]: _spread([run.times_full for run in cost.runs], 2),
+        beside[1]: _spread([run.times_short for run in cost.runs], 2),
     }
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """Return the median, the lowest and the highest."""
+    middle, low, high = (f"{x:.{digits}f}" for x in (median(values), min(values), max(values)))
+    return f"{middle} [{low}, {high}]"
 
 
 def _heads(variant: Variant) -> dict[str, str]:
@@ -434,7 +441,8 @@ def peak_share(result: ModelResult, specification: str) -> float | None:
     """Return the most slots that a variant held, as a share of full KV's most."""
     if specification not in result.costs or FULL not in result.costs:
         return None
-    return result.costs[specification].peak / result.costs[FULL].peak
+    own, full = (max(run.peak for run in result.costs[name].runs) for name in (specification, FULL))
+    return own / full
 
 
 def _scores(

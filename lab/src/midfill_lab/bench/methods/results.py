@@ -121,6 +121,24 @@ class HoleResult(msgspec.Struct, frozen=True):
     exact: dict[str, bool]
 
 
+class CostRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a method.
+
+    Attributes:
+        ttft_seconds: of a prompt at the short context, of which nothing is cached.
+        tokens_per_second: while decoding at the long context.
+        times_full, times_short: how many times as fast it decodes there as full KV does at the long
+            and at the short context moments before.
+        peak: the largest number of slots that the prompt at the short context held.
+    """
+
+    ttft_seconds: float
+    tokens_per_second: float
+    times_full: float
+    times_short: float
+    peak: int
+
+
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What a method holds and how fast it is, at one length of context.
 
@@ -128,22 +146,14 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         context, short_context: tokens of the long and of the short prompt.
         after_prefill: see ``session.Holding``.
         bytes: of these slots, with the lists of their cells and the cells' terms.
-        tokens_per_second: while decoding at the long context, median.
-        times_full, times_short: how many times as fast it decodes there as full KV does at the long
-            and at the short context moments before, in each repeat.
-        ttft_seconds: of a prompt at the short context, of which nothing is cached; median.
-        peak: the largest number of slots that this prompt held.
+        runs: one per repeat.
     """
 
     context: int
     short_context: int
     after_prefill: int
     bytes: int
-    tokens_per_second: float
-    times_full: list[float]
-    times_short: list[float]
-    ttft_seconds: float
-    peak: int
+    runs: list[CostRun]
 
 
 class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +212,7 @@ class MethodsReport(msgspec.Struct, frozen=True, kw_only=True):
     variants: list[Variant]
     models: list[ModelResult]
     finished: bool = False
-    format: int = 2
+    format: int = 3
 
 
 def read_methods_report(path: Path) -> MethodsReport:
