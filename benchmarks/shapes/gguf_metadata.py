@@ -59,6 +59,7 @@ def _add_experts(writer: gguf.GGUFWriter, shape: Shape, experts: Experts) -> Non
     if shape.latent is not None:
         writer.add_expert_shared_count(experts.shared_ffn // experts.ffn)
         writer.add_leading_dense_block_count(len(experts.dense_layers))
+        writer.add_expert_weights_scale(experts.weight_factor)
     elif experts.shared_ffn:
         writer.add_expert_shared_feed_forward_length(experts.shared_ffn)
 

@@ -31,8 +31,8 @@ from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file
 from midfill.system.machine import format_size
 
-_BYTES_PER_WEIGHT = 5
-"""Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
+_BYTES_PER_WEIGHT = 0.75
+"""Of a file: most are 4.5 bits, those of the embedding up to 8.5."""
 _TENSORS_PER_LINE = 32
 """Tensors that are written from one line of progress to the next."""
 
@@ -65,7 +65,7 @@ def random_model(
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        needed = weights_of(shape) * _BYTES_PER_WEIGHT
+        needed = int(weights_of(shape) * _BYTES_PER_WEIGHT)
         if shutil.disk_usage(path.parent).free < needed:
             raise MidfillError(
                 f"shape {name} needs {format_size(needed)} of disk space in {path.parent}"

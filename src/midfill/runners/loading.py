@@ -211,13 +211,24 @@ def choose_states(config: ModelConfig, options: ModelOptions, free_bytes: float)
     room = options.kv_memory or int(free_bytes * options.memory_share)
     states = int(room * _STATE_SHARE) // space.state_bytes
     if states < _MIN_STATES:
-        least = int(_MIN_STATES * space.state_bytes / _STATE_SHARE)
+        least = memory_with_states(config, 1)
         what = "the free memory" if options.kv_memory is None else "--kv-memory"
         raise OptionError(
             f"{what}, {room} bytes, holds {states} states of this model, at {space.state_bytes}"
             f" bytes per sequence or snapshot; it takes at least {least} bytes, half of them for KV"
         )
     return min(states, 2 * options.max_running)
+
+
+def memory_with_states(config: ModelConfig, running: int) -> int:
+    """Return the least bytes of ``--kv-memory`` with which so many sequences run at a time.
+
+    0 for models without states.
+    """
+    space = config.state_space
+    if space is None:
+        return 0
+    return int(max(2 * running, _MIN_STATES) * space.state_bytes / _STATE_SHARE)
 
 
 def max_running(options: ModelOptions, states: int) -> int:

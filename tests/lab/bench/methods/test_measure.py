@@ -130,6 +130,17 @@ def test_a_run_that_was_interrupted_ends_with_the_table_of_one_that_was_not(
     assert titles == ["What methods cost", "Where it is lost", "Methods beside their nulls"]
 
 
+def test_parts_are_measured_one_after_the_other_into_one_report(tiny_model: str) -> None:
+    report = None
+    for part in ("lines", "needles"):
+        options = choose_parts(OPTIONS, [part])
+        report = measure_methods([tiny_model], [SNAPKV], options, threads=1, earlier=report)
+    assert report is not None
+    assert report.options == choose_parts(OPTIONS, ["lines", "needles"])
+    assert len(report.models[0].holes) == OPTIONS.holes
+    assert {probe.task for probe in report.models[0].probes} == set(NEEDLES)
+
+
 def test_nulls_answer_the_needles_alone_and_save_nothing(tiny_model: str) -> None:
     variants = choose_variants("snapkv", [0.25], nulls=True)
     nulls = {one.specification for one in variants if one.null}

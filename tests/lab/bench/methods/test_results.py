@@ -4,7 +4,15 @@ import pytest
 
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.methods.registry import METHODS, methods_of
-from midfill_lab.bench.methods.results import Variant, choose_variants, parse_budgets
+from midfill_lab.bench.methods.results import (
+    QUICK,
+    MethodsOptions,
+    Variant,
+    choose_parts,
+    choose_variants,
+    merge_parts,
+    parse_budgets,
+)
 
 
 def test_every_method_there_is_gets_its_rows() -> None:
@@ -46,3 +54,13 @@ def test_bad_lists_are_one_clear_line() -> None:
         with pytest.raises(MidfillError, match="--budgets takes"):
             parse_budgets(text)
     assert parse_budgets("0.5,256") == (0.5, 256.0)
+
+
+def test_runs_of_other_parts_and_the_same_lengths_go_together() -> None:
+    every = MethodsOptions()
+    costs, needles = (choose_parts(every, [part]) for part in ("costs", "needles"))
+    assert merge_parts(costs, needles) == merge_parts(needles, costs)
+    assert merge_parts(costs, needles) == choose_parts(every, ["costs", "needles"])
+    assert merge_parts(costs, every) == merge_parts(every, costs) == every
+    assert merge_parts(needles, choose_parts(QUICK, ["costs"])) is None
+    assert merge_parts(every, MethodsOptions(needles=9)) is None

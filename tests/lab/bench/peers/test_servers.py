@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tiny_checkpoints import write_tiny
 
+from midfill.config import ModelOptions
+from midfill.runners.loading import choose_slots, choose_states, max_running
 from midfill_lab.bench.peers.results import LOADS
 from midfill_lab.bench.peers.servers import (
     ComparedModel,
@@ -39,6 +41,14 @@ def test_of_a_mixture_a_token_reads_its_experts_alone(tmp_path: Path) -> None:
     assert read == model.stored_bytes_read < sum(tensor.data.nbytes for tensor in tensors)
 
 
+def test_an_embedding_that_is_only_looked_up_is_not_read(tmp_path: Path) -> None:
+    untied = open_compared(str(write_tiny("llama", tmp_path / "untied")), SPARE)
+    looked_up = untied.checkpoint.tensor("embed.weight").data.nbytes
+    tensors = map(untied.checkpoint.tensor, untied.checkpoint.names())
+    stored = sum(tensor.data.nbytes for tensor in tensors)
+    assert launched(untied).read_bytes(BANNER).weights == stored - looked_up
+
+
 def test_a_mixtures_routers_are_floats_whatever_its_experts_are(
     tmp_path: Path, gguf_model: ComparedModel
 ) -> None:
@@ -47,3 +57,14 @@ def test_a_mixtures_routers_are_floats_whatever_its_experts_are(
     mixed = dataclasses.replace(gguf_model)
     mixed.__dict__["layer_kinds"] = ("f32", "q4_0")
     assert "as stored" in launched(mixed).precision
+
+
+def test_a_hybrid_has_room_for_a_state_per_sequence_beside_its_kv(tmp_path: Path) -> None:
+    model = open_compared(str(write_tiny("granitehybrid", tmp_path / "hybrid")), SPARE)
+    config, room = model.checkpoint.config, Room(1, 128, 16)
+    launch = launch_midfill(model, room, speculation=False, kinds=LOADS)
+    options = ModelOptions(kv_memory=int(launch.command[launch.command.index("--kv-memory") + 1]))
+    states = choose_states(config, options, 0)
+    assert max_running(options, states) >= room.sequences
+    slot_bytes = model.kv_values_per_token * 4
+    assert choose_slots(config, options, 0, slot_bytes, states) >= room.kv_tokens

@@ -31,6 +31,7 @@ from midfill_lab.bench.methods.results import (
     ProbeResult,
     Task,
     Variant,
+    merge_parts,
 )
 from midfill_lab.bench.methods.session import MethodSession
 from midfill_lab.evaluation.metrics import is_exact_first_line
@@ -59,17 +60,19 @@ def measure_methods(
         threads: that the models run on; None is one per core.
         progress: called with what is being done.
         save: called with the report so far.
-        earlier: an interrupted run's report; what it holds is not measured again.
+        earlier: the report of an interrupted run, or of one that measured other parts; what it
+            holds is not measured again.
 
     Raises:
         MidfillError: a model can't be loaded, or the earlier run was another.
     """
-    if earlier is not None and earlier.options != options:
+    merged = options if earlier is None else merge_parts(earlier.options, options)
+    if earlier is not None and merged is None:
         raise MidfillError(
             "the earlier run can't be continued: it measured something else "
             f"({earlier.options}, now {options}); name another --json file"
         )
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0] if earlier is None or options.repeats else earlier.load
     known = {result.model: result for result in earlier.models} if earlier is not None else {}
     results = dict(known)
 
@@ -77,7 +80,7 @@ def measure_methods(
         return MethodsReport(
             machine=describe_machine(),
             load=load,
-            options=options,
+            options=merged or options,
             variants=list(variants),
             models=list(results.values()),
             finished=finished,

@@ -200,7 +200,8 @@ class MethodsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one call measured.
 
     Attributes:
-        load: processes that ran or waited for a core in the minute before the run, on average.
+        load: processes that ran or waited for a core in the minute before costs were measured, on
+            average.
         variants: without full KV, which is always measured.
         finished: whether nothing is missing.
         format: version of this record.
@@ -280,6 +281,19 @@ def choose_parts(options: MethodsOptions, parts: Sequence[str]) -> MethodsOption
     """Return options that measure some of ``PARTS`` only."""
     left_out = {count: 0 for part, count in _COUNTS.items() if part not in parts}
     return msgspec.structs.replace(options, **left_out)
+
+
+def merge_parts(earlier: MethodsOptions, now: MethodsOptions) -> MethodsOptions | None:
+    """Return options of two runs that go into one file; None if they don't go together.
+
+    They may measure other ``PARTS``; what both measure they measure alike.
+    """
+    added = {
+        count: getattr(earlier, count) for count in _COUNTS.values() if not getattr(now, count)
+    }
+    merged = msgspec.structs.replace(now, **added)
+    left_out = {count: 0 for count in _COUNTS.values() if not getattr(earlier, count)}
+    return merged if msgspec.structs.replace(merged, **left_out) == earlier else None
 
 
 def parse_budgets(text: str) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import tensor_shapes
+from midfill.runners.loading import memory_with_states
 from midfill.system.python_child import python_command
 from midfill.version import __version__
 from midfill_lab.bench.clients import SPARE_TOKENS, Sentinels
@@ -79,6 +80,11 @@ class ComparedModel:
         """Bytes of these parameters as stored."""
         tensors = map(self.checkpoint.tensor, self.checkpoint.names())
         return round(sum(each.data.nbytes * self._read_share(each.name) for each in tensors))
+
+    @cached_property
+    def reads_everything(self) -> bool:
+        """Whether a token reads all parameters: none is only looked up, or another expert's."""
+        return all(self._read_share(name) == 1 for name in self.checkpoint.names())
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -231,7 +237,7 @@ def launch_midfill(
     quantised = _is_quantised(model) and device == CPU
     kv_bytes = _kv_bytes(model, device)
     flags = ["--threads", str(room.threads), "--adapter", "none"]
-    flags += ["--kv-memory", str(room.kv_tokens * kv_bytes)]
+    flags += ["--kv-memory", str(_kv_memory(model, room, kv_bytes))]
     if device != CPU:
         flags += ["--backend", "torch", "--device", device]
     if not speculation:
@@ -269,16 +275,24 @@ def _kv_bytes(model: ComparedModel, device: str) -> int:
     return model.kv_values_per_token * (2 if _is_quantised(model) or device != CPU else 4)
 
 
+def _kv_memory(model: ComparedModel, room: Room, kv_bytes: int) -> int:
+    """Return bytes for KV, and for states beside it, which get half where a model has any."""
+    needed, config = room.kv_tokens * kv_bytes, model.checkpoint.config
+    if config.state_space is None:
+        return needed
+    return max(2 * needed, memory_with_states(config, room.sequences))
+
+
 def _read_bytes(banner: str, model: ComparedModel, kv_bytes: int) -> ReadBytes:
     """Return the bytes that the server's banner states; weights are packed in its own format.
 
-    Of a mixture it states all experts', of which a token reads a few, so what is stored counts.
+    It states those of all parameters; where a token reads some of them, what is stored counts.
     """
     weights, kv = _BANNER_WEIGHTS.search(banner), _BANNER_KV.search(banner)
     return ReadBytes(
         weights=(
             round(float(weights["size"]) * _UNITS[weights["unit"]])
-            if weights is not None and model.checkpoint.config.experts is None
+            if weights is not None and model.reads_everything
             else model.stored_bytes_read
         ),
         kv_per_token=int(kv["bytes"]) // int(kv["slots"]) if kv is not None else kv_bytes,

@@ -81,8 +81,8 @@ ResumeOption = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Continue the run in --json with the same options: measure only what it lacks,"
-        " such as a further method.",
+        help="Continue the run in --json with the same lengths: measure only what it lacks, such as"
+        " a further method or part.",
     ),
 ]
 
