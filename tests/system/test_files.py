@@ -8,11 +8,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
 from midfill.errors import MidfillError
+from midfill.system import files
 from midfill.system.files import read_ahead, release_pages, replacing_file, write_file, write_folder
 
 
@@ -109,15 +111,43 @@ def test_a_file_that_fails_is_not_replaced(tmp_path: Path) -> None:
     assert below(tmp_path) == {"a": "old"}
 
 
-def test_files_of_killed_writers_are_removed_after_an_hour(tmp_path: Path) -> None:
-    hour_ago = time.time() - 3601
-    for name, age in (("." + "b.txt." + "0" * 32 + ".partial", hour_ago), (".c.partial", hour_ago)):
-        (tmp_path / name).write_text("")
-        os.utime(tmp_path / name, (age, age))
-    recent = tmp_path / ("." + "a." + "1" * 32 + ".partial")
-    recent.touch()
+def left_behind(folder: Path, seconds_ago: float) -> Path:
+    """Make a temporary file as a writer leaves it that was killed."""
+    path = folder / f".b.txt.{uuid4().hex}.partial"
+    path.write_text("half")
+    os.utime(path, (time.time() - seconds_ago,) * 2)
+    return path
+
+
+def test_a_temporary_file_has_the_permissions_that_are_asked_for(tmp_path: Path) -> None:
+    with replacing_file(tmp_path / "secret", mode=0o600) as temporary:
+        assert temporary.stat().st_mode & 0o077 == 0
+        temporary.touch()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of POSIX systems")
+def test_files_of_killed_writers_are_removed_and_those_of_running_ones_stay(tmp_path: Path) -> None:
+    killed, just_made = left_behind(tmp_path, 61), left_behind(tmp_path, 1)
+    foreign = tmp_path / ".c.partial"
+    foreign.touch()
+    os.utime(foreign, (0, 0))
+    with replacing_file(tmp_path / "slow") as running:
+        running.write_text("half")
+        os.utime(running, (0, 0))
+        write_file(tmp_path / "a", "new")
+        assert not killed.exists()
+        assert all(path.exists() for path in (just_made, foreign, running))
+    assert (tmp_path / "slow").read_text() == "half"
+
+
+def test_without_locks_files_count_as_left_behind_after_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_is_locked", lambda _: None)
+    old, recent = left_behind(tmp_path, 3601), left_behind(tmp_path, 3000)
     write_file(tmp_path / "a", "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [recent.name, ".c.partial", "a"]
+    assert not old.exists()
+    assert recent.exists()
 
 
 FULL_DISK = """

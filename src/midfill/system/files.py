@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,21 +18,30 @@ from uuid import uuid4
 
 from midfill.errors import MidfillError
 
+if sys.platform != "win32":
+    import fcntl
+
 if TYPE_CHECKING:  # the command line writes files, and starts without numpy
     import numpy.typing as npt
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 _ABANDONED_SECONDS = 3600.0
+_UNLOCKED_SECONDS = 60.0
+"""More than a writer takes from making a file to locking it."""
 
 
 @contextmanager
-def replacing_file(target: Path) -> Iterator[Path]:
+def replacing_file(target: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yield a temporary path; the file written there replaces ``target`` when the block ends.
 
     If the block raises, the temporary file is removed and ``target`` stays as it was. The folder is
     created if needed. Any number of processes may replace the same file at once: each writes a
-    temporary file of its own and the last one wins. Files left behind by killed processes are
-    removed after an hour.
+    temporary file of its own, locked as long as it writes, and the last one wins. Files left behind
+    by killed processes, which nobody locks, are removed when another is written beside them.
+
+    Args:
+        target: the file.
+        mode: permissions of the temporary file, less those that the process' umask takes away.
 
     Raises:
         OSError: the folder or the file can't be written.
@@ -40,10 +50,38 @@ def replacing_file(target: Path) -> Iterator[Path]:
     _remove_abandoned(target.parent)
     temporary = target.with_name(f".{target.name}.{uuid4().hex}.partial")
     try:
-        yield temporary
-        rename_synced(temporary, target)
+        with _locked(temporary, mode):
+            yield temporary
+            rename_synced(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path, mode: int) -> Iterator[None]:
+    """Create a file and hold a lock on it, where the system has such locks."""
+    path.touch(mode)
+    if sys.platform == "win32":
+        yield
+        return
+    with path.open("rb") as file:
+        with suppress(OSError):  # some network file systems have none
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Return whether a process holds a lock on a file; None if the system can't tell."""
+    if sys.platform == "win32":
+        return None
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+    return False
 
 
 def rename_synced(path: Path, target: Path) -> None:
@@ -135,8 +173,13 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove temporary files of processes that were killed while they wrote."""
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
+            if not _TEMPORARY.fullmatch(path.name):
+                continue
             age = time.time() - path.stat().st_mtime
-            if age > _ABANDONED_SECONDS and _TEMPORARY.fullmatch(path.name):
+            locked = _is_locked(path)
+            if locked:
+                continue
+            if age > (_ABANDONED_SECONDS if locked is None else _UNLOCKED_SECONDS):
                 path.unlink(missing_ok=True)
 
 

@@ -233,8 +233,7 @@ def _write_lines(path: Path, lines: list[str]) -> None:
     """Replace a file, which keeps its permissions; a new one is its owner's alone."""
     try:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-        with replacing_file(path) as temporary:
-            temporary.touch(mode=0o600)
+        with replacing_file(path, mode=0o600) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.chmod(temporary, mode)
     except OSError as error:
