@@ -54,13 +54,14 @@ def speeds_table(reports: list[PeersReport]) -> ResultTable:
     peers.pop(MIDFILL, None)
     rows = [_row(report, list(peers)) for report in reports]
     options = reports[0].options
+    turns = " or ".join(str(each) for each in sorted({report.options.turns for report in reports}))
     caption = (
         "Read per token: weights that a decoded token needs, of the file that is served. Share: "
         "decoded tokens/s times these bytes, beside what as many threads read of memory per second"
         " at most in the same run. Decode: tokens/s of one stream after a short prompt. Prompts:"
         f" tokens/s, of {options.prefill[0]:,} random ones. In brackets, how many times as fast"
-        f" midfill is. Peak memory: of midfill. Medians of {options.turns * options.repeats} runs,"
-        f" each server started {options.turns} times in turn with the others. {reports[0].machine}."
+        f" midfill is. Peak memory: of midfill. Medians of {options.repeats} runs per start; each"
+        f" server was started {turns} times, in turn with the others. {reports[0].machine}."
     )
     return ResultTable(rows=rows, caption=caption)
 

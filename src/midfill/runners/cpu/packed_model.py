@@ -248,9 +248,7 @@ def load_packed(
             f"{checkpoint.path}: the CPU kernels can't run this model ({reason}); "
             "use --backend torch"
         )
-    path = (
-        folder or cache_folder() / "packed"
-    ) / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
+    path = packed_path(checkpoint, option, folder)
     progress = progress or ignore_progress
     mapped = OFFLOADED if offload_experts else ()
     arrays = read_arrays(path, progress, mapped)
@@ -270,6 +268,14 @@ def load_packed(
     else:
         mark_used(path)
     return replace(_assemble(checkpoint.config, arrays), experts_on_disk=offload_experts)
+
+
+def packed_path(
+    checkpoint: "Checkpoint", option: WeightsOption = "auto", folder: Path | None = None
+) -> Path:
+    """Return where ``load_packed`` keeps weights for later starts."""
+    name = f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
+    return (folder or cache_folder() / "packed") / name
 
 
 def _pack_into(

@@ -29,6 +29,17 @@ class TestProcess:
             wait_for(lambda: process.peak_rss_bytes is not None)
         assert session_processes(leader) == []
 
+    @pytest.mark.parametrize(("last", "written"), [("time.sleep(60)", True), ("", False)])
+    def test_a_file_is_waited_for_until_it_is_there_or_nobody_writes_it(
+        self, last: str, written: bool, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "stored"
+        writing = f"open({str(path)!r}, 'w')" if written else "print()"
+        command = [sys.executable, "-c", f"import time; {writing}; {last}"]
+        with ServerProcess(command, {}, free_port(), tmp_path / "log") as process:
+            process.wait_for_file(path, 60)
+            assert path.exists() == written == process.running
+
     def test_a_program_that_cannot_be_run_is_one_clear_line(self, tmp_path: Path) -> None:
         (tmp_path / "no-program").write_text("data")
         command = [str(tmp_path / "no-program")]

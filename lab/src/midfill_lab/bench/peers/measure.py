@@ -142,6 +142,8 @@ def _start_and_measure(
         work.progress(f"{launch.name}: first start")
         with _process(launch, log) as process:
             process.wait_until_ready(work.options.start_limit)
+            if launch.stored is not None:
+                process.wait_for_file(launch.stored, work.options.start_limit)
     with _process(launch, log) as process:
         try:
             work.progress(f"{launch.name}: starting")

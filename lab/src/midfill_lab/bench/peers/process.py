@@ -110,6 +110,12 @@ class ServerProcess:
                 time.sleep(0.05)
         raise MidfillError(f"no answer within {seconds:.0f} s: {self.last_words()}")
 
+    def wait_for_file(self, path: Path, seconds: float) -> None:
+        """Wait until it has written a file, has ended, or the time is over."""
+        started = time.monotonic()
+        while self.running and not path.is_file() and time.monotonic() - started < seconds:
+            time.sleep(0.05)
+
     def _watch(self) -> None:
         page = os.sysconf("SC_PAGE_SIZE")
         while not self._ended.is_set():

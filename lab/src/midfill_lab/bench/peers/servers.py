@@ -183,6 +183,7 @@ class Launch:
         kinds: of loads to measure on it.
         first_start: whether to start it once before, because the first start compiles kernels and
             packs weights for later ones.
+        stored: a file that the first start writes beside its first answers, if any.
         read_bytes: what the running server reads, given its output so far.
     """
 
@@ -196,6 +197,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = LOADS
     first_start: bool = False
+    stored: Path | None = None
 
 
 PORT = "{port}"
@@ -231,6 +233,7 @@ def launch_midfill(
         kinds: of loads to measure on it; "decode" alone is a server of its own.
         device: of PyTorch, or "cpu" for midfill's own kernels.
     """
+    from midfill.runners.cpu.packed_model import packed_path
     from midfill.runners.cpu.runner import multiplies_bfloat16
 
     decode_alone = kinds == ("decode",)
@@ -261,6 +264,7 @@ def launch_midfill(
         kinds=kinds,
         read_bytes=lambda banner: _read_bytes(banner, model, kv_bytes),
         first_start=not decode_alone,
+        stored=packed_path(model.checkpoint) if device == CPU else None,
     )
 
 
