@@ -273,6 +273,7 @@ def _draw_panel(axes: Any, panel: _Panel, variants: list[Variant], result: Model
             marker="osD^vPX*<>"[number % 10],
             color=f"C{number % 10}",
             linestyle=("-", "--", ":")[number // 10 % 3],
+            markerfacecolor="none" if number // 10 % 2 else None,
             label=method,
         )
     level = panel.measure(result, FULL)
