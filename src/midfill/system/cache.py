@@ -29,17 +29,18 @@ def cache_folder() -> Path:
     return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("midfill"))
 
 
-def store_file(path: Path, write: Callable[[Path], object]) -> None:
+def store_file(path: Path, write: Callable[[Path], object], mode: int = 0o666) -> None:
     """Put a file into the cache, complete or not at all; log the first failure as one line.
 
     Any number of processes may store the same file at once, see ``replacing_file``.
 
     Args:
         path: the file.
-        write: creates the file at the path it is given; raises OSError where it can't.
+        write: writes the file at the path it is given; raises OSError where it can't.
+        mode: see ``replacing_file``.
     """
     try:
-        with replacing_file(path) as temporary:
+        with replacing_file(path, mode) as temporary:
             write(temporary)
     except OSError as error:
         _warn_once(cache_folder(), error.strerror or str(error))

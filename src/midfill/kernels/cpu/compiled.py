@@ -104,9 +104,8 @@ class CompiledCache:
         stored = hashlib.sha256(code).digest() + code
         with suppress(OSError):  # ``store_file`` logs why the folder can't be made
             self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
-        store_file(
-            self._path(signature, compiled.codegen), lambda path: _write_private(path, stored)
-        )
+        path = self._path(signature, compiled.codegen)
+        store_file(path, lambda temporary: temporary.write_bytes(stored), _PRIVATE_FILE)
         remove_unused(self._folder.parent)
 
     def _path(self, signature: Any, codegen: Any) -> Path:
@@ -154,13 +153,6 @@ def _is_private(status: os.stat_result) -> bool:
         return True  # Windows: the user's cache folder has an access list of its own
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return status.st_uid == os.geteuid() and not others_write
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Write a new file that only this user can read or write, whatever the umask."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
 
 
 @cache
