@@ -303,7 +303,9 @@ assert sampled.DIALECT in DIALECTS
         },
         (
             Entry(
-                "benchmarks/__main__.py", f'    "{NAME}": "{NAME}",\n', '    "shape": "shapes",\n'
+                "benchmarks/__main__.py",
+                f'    "{NAME}": "{NAME}",\n',
+                '    "shape": "shapes.command",\n',
             ),
         ),
         """

@@ -8,22 +8,20 @@ import mmap
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from midfill.errors import MidfillError
 
-if sys.platform != "win32":
-    import fcntl
-
 if TYPE_CHECKING:  # the command line writes files, and starts without numpy
     import numpy.typing as npt
 
+_HAS_LOCKS = find_spec("fcntl") is not None  # not on Windows
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 _ABANDONED_SECONDS = 3600.0
 _UNLOCKED_SECONDS = 60.0
@@ -61,9 +59,11 @@ def replacing_file(target: Path, mode: int = 0o666) -> Iterator[Path]:
 def _locked(path: Path, mode: int) -> Iterator[None]:
     """Create a file and hold a lock on it, where the system has such locks."""
     path.touch(mode)
-    if sys.platform == "win32":
+    if not _HAS_LOCKS:
         yield
         return
+    import fcntl
+
     with path.open("rb") as file:
         with suppress(OSError):  # some network file systems have none
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -72,8 +72,10 @@ def _locked(path: Path, mode: int) -> Iterator[None]:
 
 def _is_locked(path: Path) -> bool | None:
     """Return whether a process holds a lock on a file; None if the system can't tell."""
-    if sys.platform == "win32":
+    if not _HAS_LOCKS:
         return None
+    import fcntl
+
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
