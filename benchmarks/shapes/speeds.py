@@ -54,7 +54,8 @@ def speeds_table(reports: list[PeersReport]) -> ResultTable:
     peers.pop(MIDFILL, None)
     rows = [_row(report, list(peers)) for report in reports]
     options = reports[0].options
-    turns = " or ".join(str(each) for each in sorted({report.options.turns for report in reports}))
+    counts = [report.options.turns for report in reports]
+    turns = " to ".join(map(str, sorted({min(counts), max(counts)})))
     caption = (
         "Read per token: weights that a decoded token needs, of the file that is served. Share: "
         "decoded tokens/s times these bytes, beside what as many threads read of memory per second"
