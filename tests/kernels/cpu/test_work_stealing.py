@@ -1,4 +1,4 @@
-"""Threads share a phase's items: long runs first, then single items, whoever is free."""
+"""Threads share a phase's items: long runs first, then ever shorter ones, whoever is free."""
 
 import numpy as np
 import pytest
@@ -73,17 +73,18 @@ def test_every_item_is_taken_once_in_whatever_order_threads_come(
         phase.next_phase()
 
 
-def test_a_thread_takes_most_of_its_share_at_once_and_then_single_items() -> None:
+def test_a_thread_takes_most_of_its_share_at_once_and_then_half_of_what_is_left() -> None:
     phase = Phase(2, 32)
-    assert [phase.next_run(1) for _ in range(5)] == [
-        (16, 28), (28, 29), (29, 30), (30, 31), (31, 32),
-    ]  # fmt: skip
+    assert [phase.next_run(1) for _ in range(4)] == [(16, 28), (28, 30), (30, 31), (31, 32)]
+    phase = Phase(2, 256)
+    runs = [phase.next_run(0) for _ in range(7)]
+    assert [end - first for first, end in runs] == [96, 16, 8, 4, 2, 1, 1]
 
 
 def test_a_thread_that_is_done_takes_what_a_slower_one_has_left() -> None:
     phase = Phase(2, 32)
-    runs = [phase.next_run(1) for _ in range(9)]
-    assert runs[5:] == [(12, 13), (13, 14), (14, 15), (15, 16)]
+    runs = [phase.next_run(1) for _ in range(7)]
+    assert runs[4:] == [(12, 14), (14, 15), (15, 16)]
     assert phase.next_run(1) == (32, 32)
     assert [phase.next_run(0) for _ in range(2)] == [(0, 12), (32, 32)]
 

@@ -3,8 +3,10 @@
 Weights stream fastest from memory where one thread reads a long contiguous run. Between items that
 are claimed one by one, an atomic operation ends the reading ahead, and neighbouring items on
 different threads waste what the hardware prefetches. So each thread first takes a fixed part of
-its own share, without asking. It claims the rest one by one, and then what slower threads have
-left of theirs: a thread that was interrupted holds the others up for its fixed part at most.
+its own share, without asking. It claims half of the rest, half of what is left then, and so on, and
+then what slower threads have left of theirs (guided self-scheduling: Polychronopoulos and Kuck,
+IEEE Transactions on Computers C-36, 1987). A thread that was interrupted holds the others up for
+its fixed part at most.
 
 The phase must end with a barrier: claims are counted from one barrier to the next.
 """
@@ -42,18 +44,21 @@ def next_run(context: ThreadContext, turn: int, items: int) -> tuple[int, int]:
         owner = (thread + step) % threads
         first, end = items * owner // threads, items * (owner + 1) // threads
         first += (end - first) * _FIXED_QUARTERS // 4
-        claim = _claim(context.sync, owner, end - first)
-        if claim < end - first:
-            return first + claim, first + claim + 1
+        claim, claimed = _claim(context.sync, owner, end - first)
+        if claimed > 0:
+            return first + claim, first + claim + claimed
     return items, items
 
 
 @kernel
-def _claim(sync: Int64Array, owner: int, count: int) -> int:
-    """Claim one of the last ``count`` items of a thread's share; return ``count`` if none is left.
+def _claim(sync: Int64Array, owner: int, count: int) -> tuple[int, int]:
+    """Claim half of what is left of the last ``count`` items of a thread's share.
 
     A counter's upper half is the barrier's generation; one of an earlier phase counts from 0, so
     nobody has to reset it. The difference is right even after the generation's upper bits are lost.
+
+    Returns:
+        the first of them that is claimed, and how many are: 0 if none is left.
     """
     at = WORKER_SLOTS + 16 * owner + CLAIMS
     phase = atomic_load(sync, GENERATION) << 32
@@ -63,6 +68,7 @@ def _claim(sync: Int64Array, owner: int, count: int) -> int:
         if claim < 0 or claim >= _ONE_PHASE:
             claim = 0
         if claim >= count:
-            return count
-        if atomic_replace(sync, at, held, phase + claim + 1):
-            return claim
+            return count, 0
+        half = (count - claim + 1) // 2
+        if atomic_replace(sync, at, held, phase + claim + half):
+            return claim, half

@@ -10,6 +10,8 @@ from midfill.errors import OptionError
 from midfill_lab.bench.ceiling.measure import measure_ceiling
 from midfill_lab.bench.ceiling.report import ceiling_tables
 from midfill_lab.bench.ceiling.results import CeilingOptions, CeilingReport
+from midfill_lab.bench.roofline import ceilings
+from midfill_lab.bench.roofline.ceilings import Resource
 from midfill_lab.bench.roofline.work import ATTENTION
 from midfill_lab.cli.bench.app import app
 
@@ -35,6 +37,19 @@ def test_every_load_is_bounded_and_measured(report: CeilingReport) -> None:
         assert ceiling.seconds is not None
         assert ceiling.reached is not None
         assert ceiling.reached.lowest <= ceiling.reached.median <= ceiling.reached.highest
+
+
+def test_decodes_that_memory_binds_are_compared_with_a_plain_read(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "cache_bytes", lambda: 0)  # nothing lies in a cache
+    options = CeilingOptions(prefill=(70,), contexts=(20,), streams=(1,), rounds=2)
+    found = {each.phase: each for each in measure_ceiling(model, options, threads=1).loads}
+    assert found["prefill"].of_plain_read is None
+    assert found["mixed"].of_plain_read is None
+    assert found["decode"].bound.resource is Resource.MEMORY
+    assert found["decode"].of_plain_read is not None
+    assert 0.0 < found["decode"].of_plain_read.lowest < 1.0  # a tiny model's step does much else
 
 
 def test_bounds_grow_with_context_and_batch(report: CeilingReport) -> None:

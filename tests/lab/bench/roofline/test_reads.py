@@ -77,3 +77,20 @@ def test_huge_pages_are_looked_up_by_address(
     assert reads._huge_bytes(0x7F0000100000) == 0
     monkeypatch.setattr(reads, "_SMAPS", file.parent / "absent")
     assert reads._huge_bytes(0x7F0000200000) == 0
+
+
+def test_a_plain_read_goes_over_the_bytes_once_and_scales_what_the_buffer_lacks(
+    probe: ReadProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(
+        probe._pool,
+        "run",
+        lambda _, buffer, first, words, passes, *rest: runs.append((first, words, passes)),
+    )
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(reads.time, "perf_counter", lambda: float(next(ticks)))
+    assert probe.pass_seconds(MEBIBYTE) == 1.0
+    assert probe.pass_seconds(3 * MEBIBYTE) == 3.0
+    assert set(runs) == {(0, MEBIBYTE // 4, 1)}
+    assert len(runs) == 2 * reads._PASSES

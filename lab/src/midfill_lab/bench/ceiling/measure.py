@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from midfill.system.machine import describe_machine
 from midfill_lab.bench.ceiling.changes import find_crossovers, moved_bounds, moved_bytes
@@ -16,7 +17,7 @@ from midfill_lab.bench.ceiling.results import CeilingOptions, CeilingReport, Loa
 from midfill_lab.bench.engine_loads import Load, LoadBench, LoadedEngine, open_engine, steps_of
 from midfill_lab.bench.neighbours import Neighbours
 from midfill_lab.bench.roofline.bounds import StepBound, bound_steps
-from midfill_lab.bench.roofline.ceilings import Roofline, RooflineProbe
+from midfill_lab.bench.roofline.ceilings import Resource, Roofline, RooflineProbe
 from midfill_lab.bench.roofline.work import ModelSize, model_size, step_work
 
 Bounds = Callable[[Roofline], StepBound]
@@ -109,6 +110,7 @@ class _Run:
         self._bench, self._probe, self._size = bench, probe, size
         self._options, self._load = options, load
         self.rooflines: list[Roofline] = []
+        self._passes: list[float] = []
 
     def measure(self, phase: str) -> LoadCeiling:
         """Run all rounds of the load."""
@@ -129,13 +131,19 @@ class _Run:
             for bound, roofline, taken in zip(bounds, pairs, seconds, strict=True)
         ]
         middle = len(bounds) // 2
+        bound = bounds[middle](reduce(Roofline.best, self.rooflines))
+        reads = load.decodes and not load.prompt and bound.resource is Resource.MEMORY
+        plain = [
+            fmean(both) / taken for both, taken in zip(pairwise(self._passes), seconds, strict=True)
+        ]
         return LoadCeiling(
             phase=phase,
             load=load,
             tokens=_tokens(load, steps[middle]),
-            bound=bounds[middle](reduce(Roofline.best, self.rooflines)),
+            bound=bound,
             seconds=Spread.of(seconds),
             reached=Spread.of(reached),
+            of_plain_read=Spread.of(plain) if reads else None,
         )
 
     def _bounds(self, done: int, repeats: int, steps: int) -> Bounds:
@@ -146,4 +154,6 @@ class _Run:
     def _look(self, done: int) -> None:
         """Measure the machine, reading also as many bytes as a step of the load does."""
         work = step_work(self._size, steps_of(self._load, done, 1, 1)[0])
-        self.rooflines.append(self._probe.measure([int(sum(part.bytes for part in work))]))
+        size = int(sum(part.bytes for part in work))
+        self.rooflines.append(self._probe.measure([size]))
+        self._passes.append(self._probe.pass_seconds(size))

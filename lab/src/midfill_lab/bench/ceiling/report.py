@@ -1,6 +1,6 @@
 """Tables of bounds and what is reached."""
 
-from midfill_lab.bench.ceiling.results import CeilingReport, LoadCeiling, Moved
+from midfill_lab.bench.ceiling.results import CeilingReport, LoadCeiling, Moved, Spread
 from midfill_lab.bench.roofline.work import ATTENTION, HEAD, LAYER_GROUPS
 from midfill_lab.reporting import ResultTable
 
@@ -31,7 +31,7 @@ def ceiling_tables(report: CeilingReport) -> list[ResultTable]:
 
 
 def _load_cells(ceiling: LoadCeiling) -> dict[str, str]:
-    bound, measured, reached = ceiling.bound, ceiling.seconds, ceiling.reached
+    bound, measured = ceiling.bound, ceiling.seconds
     attention = sum(part.bytes for part in bound.parts if part.name == ATTENTION)
     return {
         "load": ceiling.load.name,
@@ -45,10 +45,15 @@ def _load_cells(ceiling: LoadCeiling) -> dict[str, str]:
         "binds": bound.resource.value,
         "measured ms": "-" if measured is None else _milliseconds(measured.median),
         "tokens/s": "-" if measured is None else f"{ceiling.tokens / measured.median:,.0f}",
-        "reached": "-"
-        if reached is None
-        else f"{reached.median:.0%} ({reached.lowest:.0%} to {reached.highest:.0%})",
+        "reached": _share(ceiling.reached),
+        "of a plain read": _share(ceiling.of_plain_read),
     }
+
+
+def _share(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.median:.0%} ({spread.lowest:.0%} to {spread.highest:.0%})"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -79,6 +84,8 @@ def _caption(report: CeilingReport) -> str:
         " read; GOP: operations. Least: the sum of the layers', attention's and the head's, or the"
         " time to read all bytes if that is longer, under the ceilings measured just before and"
         f" after; median of {report.options.rounds} rounds, in brackets the lowest and the highest."
+        " A plain read does nothing but read a step's bytes, once, as often as the step runs; the"
+        " ceilings are the fastest moments of many reads."
         " A prompt beside streams is cut into steps, which read the weights anew."
         f" Best ceilings of the run: {_ceilings(report)}."
         f" A step's products bind from {report.crossovers.rows} rows on,"

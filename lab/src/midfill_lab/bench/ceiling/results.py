@@ -119,6 +119,8 @@ class LoadCeiling(msgspec.Struct, frozen=True, kw_only=True):
         seconds: of one repeat, by round; None where the KV pool has no room for the load.
         reached: the bound as a share of the time, by round, each under the ceilings measured just
             before and after it; None where nothing was measured.
+        of_plain_read: the time to do nothing but read a step's bytes, just before and after, as a
+            share of the step's, by round; None where nothing was measured, or memory doesn't bind.
     """
 
     phase: str
@@ -127,6 +129,7 @@ class LoadCeiling(msgspec.Struct, frozen=True, kw_only=True):
     bound: StepBound
     seconds: Spread | None = None
     reached: Spread | None = None
+    of_plain_read: Spread | None = None
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,6 +125,10 @@ class RooflineProbe:
             huge_page_share=self._reads.huge_page_share,
         )
 
+    def pass_seconds(self, size: int) -> float:
+        """Return how long a plain read of so many bytes takes now, see ``ReadProbe``."""
+        return self._reads.pass_seconds(size)
+
     def close(self) -> None:
         """End the threads."""
         self._reads.close()

@@ -10,6 +10,7 @@ counts: on a machine that others use, too, hardly any long run is undisturbed.
 import contextlib
 import math
 import mmap
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -56,6 +57,8 @@ _RUN_BYTES = 32 * 2**20
 """Read per run; what is smaller is gone over several times, what is larger in slices."""
 _TRIALS = 3
 _RUNS = 8
+_PASSES = 16
+"""Of a plain read: as many as a round of decoding has steps."""
 _SMAPS = Path("/proc/self/smaps")
 _HUGE = "AnonHugePages:"
 
@@ -156,6 +159,22 @@ class ReadProbe:
         largest = self._buffer.nbytes
         wanted = {self._whole(size) for size in sizes if size <= largest} | set(self._way)
         return {size: self._best(size, self._way_of(size), _RUNS) for size in sorted(wanted)}
+
+    def pass_seconds(self, size: int) -> float:
+        """Return how long a pass over some bytes takes, the median of a few: a plain read of them.
+
+        A rate is that of the fastest moments; this is what whoever reads the bytes now can expect.
+
+        Args:
+            size: bytes; of more than the buffer holds, the buffer's pass is scaled.
+        """
+        read = self._whole(min(size, max(self._way)))
+        way, seconds = self._way_of(read), []
+        for _ in range(_PASSES):
+            began = time.perf_counter()
+            self._pool.run(_read, self._buffer, 0, read // 4, 1, way, self._sink)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds) * size / read
 
     def way(self, size: int) -> tuple[int, bool]:
         """Return how that many bytes are read: streams per thread, whether they are prefetched."""
