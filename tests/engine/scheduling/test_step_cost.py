@@ -148,6 +148,30 @@ def test_steps_alone_without_prompts_need_no_limit() -> None:
     assert limit(0.002).inform(state()).max_rows is None
 
 
+def test_the_longer_nobody_else_has_asked_the_longer_a_step_may_take() -> None:
+    slow = limit(0.002)
+    waits_since = {
+        quiet: slow.inform(replace(PROMPT, now=quiet)).max_rows for quiet in (0.0, 0.4, 0.8, 2.0)
+    }
+    assert waits_since[0.0] == waits_since[0.4] == pytest.approx(50, abs=3)
+    assert waits_since[0.8] == pytest.approx(100, abs=6)
+    assert waits_since[2.0] is None  # all of the budget
+
+
+def test_who_has_just_asked_makes_steps_short_again() -> None:
+    asked = WaitingSequence(2, 40, arrived=1.9)
+    later = replace(state([prefilling(1, 500)], [asked]), now=2.0)
+    assert limit(0.002).inform(later).max_rows == pytest.approx(50, abs=3)
+
+
+def test_steps_with_answers_and_those_nobody_waits_for_stay_short() -> None:
+    slow, queued = limit(0.002), WaitingSequence(3, 500)
+    beside_an_answer = replace(state([prefilling(1, 500), decoding(2)]), now=9.0)
+    in_the_background = replace(state(background=[queued]), now=9.0)
+    for each in (beside_an_answer, in_the_background):
+        assert slow.inform(each).max_rows == pytest.approx(50, abs=3)
+
+
 def test_the_context_of_the_prompt_that_runs_next_counts() -> None:
     slow = limit(0.0007)
     later = prefilling(1, 8000, computed=4000)

@@ -3,7 +3,9 @@
 The policy of drafts compares this cost with what a draft may gain. ``StepTimeLimit`` limits the
 rows of a step: a request that arrives during a step waits until it ends, even if the step computes
 a prompt that is no longer wanted. With a large model, a step that uses the whole token budget would
-delay the answer to a keystroke too long.
+delay the answer to a keystroke too long. But each step reads the weights anew, so a long prompt
+takes up to three times as long in short steps. The longer nobody has asked for anything else, the
+longer steps may take.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,6 +33,10 @@ MIN_ROWS = 16
 
 MIN_STEPS = 8
 """Steps to observe before any is limited: the first ones read and compile what is cached later."""
+
+_QUIET_SHARE = 0.25
+"""Of the time since the last request arrived: so long may a step take where no answer is decoded.
+Who asks next waits at most that much longer than they have paused."""
 
 _Times = dict[int, float]  # seconds by number of rows, for some of _KNOTS
 
@@ -128,7 +134,7 @@ class StepTimeLimit:
         """Create a limit.
 
         Args:
-            seconds: that a step with prompts may take.
+            seconds: that a step with prompts may take where somebody has asked just now.
             cost: how long steps take; updated after every step.
             max_rows: that steps have anyway.
         """
@@ -145,10 +151,18 @@ class StepTimeLimit:
         if self._steps < MIN_STEPS:
             return state
         state = replace(state, step_seconds=self._cost.seconds)
-        estimate = estimate_steps(state)
-        if estimate is None or estimate.seconds(self._max_rows) <= self._seconds:
+        estimate, seconds = estimate_steps(state), self._seconds_within(state)
+        if estimate is None or estimate.seconds(self._max_rows) <= seconds:
             return state
-        return replace(state, max_rows=max_rows_within(self._seconds, estimate, self._max_rows))
+        return replace(state, max_rows=max_rows_within(seconds, estimate, self._max_rows))
+
+    def _seconds_within(self, state: ScheduleState) -> float:
+        """Return how long the next step may take."""
+        waited_for = [*state.running, *state.waiting]
+        if not waited_for or any(sequence.decoding for sequence in state.running):
+            return self._seconds
+        quiet = state.now - max(sequence.arrived for sequence in waited_for)
+        return max(self._seconds, _QUIET_SHARE * quiet)
 
     def record_step(self, rows: int, keys: float, seconds: float) -> None:
         """Learn from the time that a step took; see ``StepCost.observe``."""
