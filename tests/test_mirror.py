@@ -117,7 +117,6 @@ TESTED_THROUGH = {
     "runners/cpu/test_quantized_blocks.py": ("kernels/cpu/parts/quantized_attention",),
     "runners/cpu/test_runner.py": (
         "kernels/cpu/decoder_data",
-        "kernels/cpu/sink_attention/decoder",
         "runners/forward/cells",
         "runners/forward/layer_rows",
         "runners/forward/runner",

@@ -111,6 +111,3 @@ def test_norms_that_the_kernels_of_experts_lack_are_named(tmp_path: Path) -> Non
     assert unsupported_reason(config) is None
     reason = unsupported_reason(replace(config, post_norms=True))
     assert reason == "norms of what experts put out"
-    reason = unsupported_reason(replace(config, sinks=True))
-    assert reason is not None
-    assert reason.startswith("norms over all heads beside sinks")

@@ -149,7 +149,7 @@ def test_the_same_bits_layer_by_layer(runner: CpuRunner) -> None:
 def test_its_build_covers_all_kernels_that_it_needs(runner: CpuRunner) -> None:
     usual = compiled_folder().name
     config = runner.config
-    special = config.latent or config.altup or config.sinks or config.joint_qk_norm
+    special = config.latent or config.altup
     assert runner.build.startswith("cpu ")
     digests = runner.build.split()[1:]
     assert (usual in digests) == (not special)

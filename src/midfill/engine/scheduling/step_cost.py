@@ -158,11 +158,11 @@ class StepTimeLimit:
 
     def _seconds_within(self, state: ScheduleState) -> float:
         """Return how long the next step may take."""
-        waited_for = [*state.running, *state.waiting]
-        if not waited_for or any(sequence.decoding for sequence in state.running):
+        arrivals = [sequence.arrived for sequence in state.running]
+        arrivals += [sequence.arrived for sequence in state.waiting]
+        if not arrivals or any(sequence.decoding for sequence in state.running):
             return self._seconds
-        quiet = state.now - max(sequence.arrived for sequence in waited_for)
-        return max(self._seconds, _QUIET_SHARE * quiet)
+        return max(self._seconds, _QUIET_SHARE * (state.now - max(arrivals)))
 
     def record_step(self, rows: int, keys: float, seconds: float) -> None:
         """Learn from the time that a step took; see ``StepCost.observe``."""

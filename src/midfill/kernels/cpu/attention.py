@@ -44,6 +44,7 @@ from midfill.kernels.cpu.segment_attention import (
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
 from midfill.kernels.cpu.segments import multiply_scales
 from midfill.kernels.cpu.simd import LANES, load, multiply, splat, store
+from midfill.kernels.cpu.sinks import add_sink
 from midfill.kernels.cpu.softmax import SoftmaxSums, clear_states, finish_row, merge_rows
 from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
 
@@ -203,7 +204,9 @@ def _finish_tile(
     """Write a tile's finished rows to out[batch rows, query_heads * head_dim]."""
     group, head_dim = heads.group, heads.head_dim
     for r in range(rows):
-        at = ((row + r // group) * heads.query_heads + head * group + r % group) * head_dim
+        query_head = head * group + r % group
+        at = ((row + r // group) * heads.query_heads + query_head) * head_dim
+        add_sink(heads, totals.states, r, query_head)
         finish_row(totals, r, head_dim, out.values, at)
         transform_for(values, out.values, at, head_dim)
         quantize(out, at, head_dim)
@@ -224,7 +227,7 @@ def attend(
         context: this thread.
         queries: of all rows.
         kv: the layer's KV, the batch's own rows written.
-        heads: the layer's attention.
+        heads: the layer's attention, see ``sinks.layer_heads``.
         metadata: of the batch.
         out: [rows, query_heads * head_dim].
         scratch: float32 [scratch_size(...)], this thread's own.

@@ -12,7 +12,6 @@ import numpy as np
 from midfill.kernels.cpu.activations import Activations, quantize
 from midfill.kernels.cpu.argmax import finish_argmax, start_argmax
 from midfill.kernels.cpu.attention import Queries, attend, merge_partials
-from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.clock import (
     ATTENTION,
@@ -42,6 +41,7 @@ from midfill.kernels.cpu.linear import LinearOutput, LinearWeights, Tiling
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
 from midfill.kernels.cpu.row_blocks import alone, batch_part, count_blocks, workspace_part
 from midfill.kernels.cpu.rows import NormWeights, norm, rotate
+from midfill.kernels.cpu.sinks import layer_heads
 from midfill.kernels.cpu.standby import (
     await_run,
     current_run,
@@ -145,6 +145,9 @@ def _rotate_and_store(
     for row in range(context.thread, len(batch.token_ids), context.threads):
         position, slot = batch.positions[row], batch.write_slots[row]
         start = row * width
+        if config.joint_qk_norm:
+            norm(qkv, start, weights.q_norm, layer, qkv, start)
+            norm(qkv, start + heads * dim, weights.k_norm, layer, qkv, start + heads * dim)
         for head in range(heads):
             at = start + head * dim
             if config.qk_norm:
@@ -206,12 +209,8 @@ def attend_layer(
     layer: int, batch: Batch, workspace: Workspace, attend_parts: int,
 ) -> None:  # fmt: skip
     """Compute attention(queries), of what ``project_block`` left."""
-    dim = config.head_dim
     kv = layer_kv(config, cache, layer)
-    heads = AttentionHeads(
-        config.query_heads, config.kv_heads, config.query_heads // config.kv_heads, dim,
-        config.score_scale, weights.windows[layer],
-    )  # fmt: skip
+    heads = layer_heads(config, weights, layer)
     scratch, cells = workspace.attention[context.thread], workspace.cells[context.thread]
     queries = Queries(workspace.qkv, weights.qkv.outputs)
     attend(
@@ -443,7 +442,7 @@ def forward(
     Args:
         thread, threads, sync: see ThreadPool.run_on_standby.
         config: the model.
-        weights: of the model.
+        weights: of the model; of one with attention sinks, ``sinks.SinkWeights``.
         cache: K and V of all slots; those of the batch's rows are written, layer by layer.
         batch: the step.
         hidden: float32 [rows * hidden], updated in place.

@@ -15,6 +15,8 @@ class DecoderConfig(NamedTuple):
     """ModelConfig as the kernels see it: numbers and switches only.
 
     Attributes:
+        qk_norm: whether each head of a query and of a key is normed.
+        joint_qk_norm: whether all heads of a query are normed together, and all of a key.
         linear, gated_linear: addresses of these kernels (calls.py).
         mix_experts: address of that kernel; 0 where no layer has a mixture of experts.
     """
@@ -25,6 +27,7 @@ class DecoderConfig(NamedTuple):
     kv_heads: int
     head_dim: int
     qk_norm: bool
+    joint_qk_norm: bool
     post_norms: bool
     score_scale: float
     embedding_multiplier: float
@@ -47,7 +50,8 @@ class DecoderWeights(NamedTuple):
         final_norm: before the head.
         attn_post_norm, mlp_post_norm: of what attention and the MLP add to the hidden rows; used
             where config.post_norms.
-        q_norm, k_norm: of each head; used where config.qk_norm.
+        q_norm, k_norm: of each head, used where config.qk_norm; of all heads together where
+            config.joint_qk_norm.
         rope: angles of every position.
         windows: int32 [layers], keys that a query sees; 0 is all.
     """

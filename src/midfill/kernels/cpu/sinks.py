@@ -4,13 +4,14 @@ OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, arXiv 2508.10925, section
 largest score is m, the sum of exponentials becomes sum(exp(score - m)) + exp(sink - m). This is
 done once, after all of the row's keys were merged, so that it doesn't matter how they were cut.
 
-A model with sinks has weights, and its layers' heads, of types of their own, and a forward pass of
-its own (sink_attention/), so that the pass of all other models is the code that it would be without
-any. Both have the same kernels but for where a row's attention is finished.
+A model with sinks has weights, and its layers' heads, of types of their own. The forward pass is
+compiled for each type, so that of all other models is the code that it would be without any.
 """
 
 from typing import Any, NamedTuple
 
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
+from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.jit import inlined_kernel, kernel_by_type
 from midfill.kernels.cpu.linear import GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
@@ -79,3 +80,29 @@ def add_sink(heads: Any, *_: Any) -> Any:
     Arguments: (heads, ``SoftmaxSums.states``, row, query head).
     """
     return _add_sink if "sinks" in heads.fields else _add_nothing
+
+
+@inlined_kernel
+def _plain_heads(config: DecoderConfig, weights: DecoderWeights, layer: int) -> AttentionHeads:
+    return AttentionHeads(
+        config.query_heads, config.kv_heads, config.query_heads // config.kv_heads,
+        config.head_dim, config.score_scale, weights.windows[layer],
+    )  # fmt: skip
+
+
+@inlined_kernel
+def _sink_heads(config: DecoderConfig, weights: SinkWeights, layer: int) -> SinkHeads:
+    return SinkHeads(
+        config.query_heads, config.kv_heads, config.query_heads // config.kv_heads,
+        config.head_dim, config.score_scale, weights.windows[layer], weights.sinks,
+        layer * config.query_heads,
+    )  # fmt: skip
+
+
+@kernel_by_type
+def layer_heads(config: Any, weights: Any, *_: Any) -> Any:
+    """Return the heads of a layer, with its sinks if the model has any.
+
+    Arguments: (DecoderConfig, the model's weights, layer).
+    """
+    return _sink_heads if "sinks" in weights.fields else _plain_heads

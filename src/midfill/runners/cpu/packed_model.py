@@ -187,8 +187,8 @@ def unsupported_reason(config: ModelConfig) -> str | None:
         return reason
     if config.altup is None and _needs_streams(config):
         return "shared KV, norms of values, cut gates or capped logits without streams"
-    if config.joint_qk_norm and (config.sinks or config.latent or config.state_space):
-        return "norms over all heads beside sinks, latent attention or states"
+    if config.joint_qk_norm and (config.latent or config.state_space):
+        return "norms over all heads beside latent attention or states"
     sizes = [("hidden", config.hidden), ("head_dim", config.head_dim)]
     experts = config.experts
     if len(config.expert_layers) < config.layers:
@@ -450,6 +450,7 @@ def _decoder_config(config: ModelConfig) -> DecoderConfig:
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         qk_norm=config.qk_norm,
+        joint_qk_norm=config.joint_qk_norm,
         post_norms=config.post_norms,
         score_scale=config.score_scale,
         embedding_multiplier=config.embedding_multiplier,

@@ -532,14 +532,6 @@ class CpuRunner:
             from midfill.kernels.cpu.altup.decoder import forward_streams
 
             return forward_streams
-        if self.config.joint_qk_norm:
-            from midfill.kernels.cpu.joint_norms.decoder import forward_with_joint_norms
-
-            return forward_with_joint_norms
-        if self.model.sinks is not None:
-            from midfill.kernels.cpu.sink_attention.decoder import forward_with_sinks
-
-            return forward_with_sinks
         if self.model.states is not None:
             from midfill.kernels.cpu.state_space.decoder import forward_states
 

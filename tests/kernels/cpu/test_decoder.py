@@ -1,6 +1,6 @@
-"""Norms over all heads on the CPU: the same bits on any threads, also with quantised weights.
+"""The pass with norms over all heads: the same bits on any threads, also with quantised weights.
 
-That they are the right ones is compared with transformers in tests/runners.
+Passes are compared with transformers in tests/runners.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,6 @@ from midfill.kernels.cpu.activations import Activations
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
-from midfill.kernels.cpu.sink_attention.attention import attend_with_sinks, merge_with_sinks
 from midfill.kernels.cpu.sinks import SinkHeads
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.standby import sync_size
@@ -45,23 +44,23 @@ def attend(
     merged = attention_metadata.partial_rows(max(1, metadata.partials), GROUP, KV_HEADS)
     partials = SoftmaxSums(np.empty(merged * 2, np.float32), np.empty(merged * DIM, np.float32))
     heads: Any = attention_metadata.AttentionHeads(HEADS, KV_HEADS, GROUP, DIM, SCALE, window)
-    run, merge = attention.attend, attention.merge_partials
     if sinks is not None:  # those of a second layer
         both = np.append(np.full(HEADS, 5, np.float32), sinks)
         heads = SinkHeads(*heads, both, HEADS)
-        run, merge = attend_with_sinks, merge_with_sinks
     out = np.full(rows * HEADS * DIM, np.nan, np.float32)
     attended = Activations(out, np.zeros(0, np.uint8))
     scratch = np.empty(attention.scratch_size(GROUP, DIM), np.float32)
     cells = np.zeros(2 * SEGMENT, np.int32)
     cache = KVCache(K.reshape(-1), V.reshape(-1), none, none)
     queries = attention.Queries(QUERIES[-rows:].reshape(-1).copy(), HEADS * DIM)
-    run(
+    attention.attend(
         one_thread(), queries, LayerKV(cache, KEYS, 0), heads, metadata, attended, scratch, cells,
         partials,
     )  # fmt: skip
     if metadata.partials:
-        merge(one_thread(), cache.values, heads, metadata, attended, scratch, cells, partials)
+        attention.merge_partials(
+            one_thread(), cache.values, heads, metadata, attended, scratch, cells, partials
+        )
     assert (metadata.partials > 0) == (threads > 1)
     return out.reshape(rows, HEADS, DIM)
 

@@ -1,1 +1,0 @@
-"""The forward pass of models with attention sinks, which few users need."""
