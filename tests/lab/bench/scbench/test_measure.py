@@ -15,7 +15,7 @@ from midfill_lab.bench.methods.results import FULL, Variant
 from midfill_lab.bench.scbench import measure as bench
 from midfill_lab.bench.scbench.measure import SampleRun, ask, measure_scbench, reuses_of
 from midfill_lab.bench.scbench.packages import PackageTexts
-from midfill_lab.bench.scbench.plot import families, plot_scbench
+from midfill_lab.bench.scbench.plot import families, lines_of, plot_scbench
 from midfill_lab.bench.scbench.report import (
     CONDITIONS,
     DIVERGENCE,
@@ -32,7 +32,7 @@ from midfill_lab.reporting import markdown
 LENGTH = 900
 OPTIONS = SCBenchOptions(tasks=("kv", "many_shot"), lengths=(LENGTH,), contexts=2, turns=3)
 SNAPKV = Variant("snapkv:budget=0.25,window=8", "snapkv:window=8", 0.25)
-EVERY_KIND = ("flexprefill", "cacheblend:min_run=16", "ape", "lazyllm")
+EVERY_KIND = ("flexprefill", "cacheblend:min_run=16", "cachecraft", "ape", "lazyllm")
 Measure = Callable[..., SCBenchReport]
 
 
@@ -198,6 +198,8 @@ def test_methods_of_every_kind_are_asked(session: SharedContextSession, sample: 
     blended = [row for row in rows if row.method == "cacheblend:min_run=16"]
     assert blended[0].reused_tokens + blended[0].cached_tokens > len(sample.context) / 2
     assert any(row.reused_tokens for row in blended), "parts are found in another order"
+    crafted = [row for row in rows if row.method == "cachecraft"]
+    assert crafted[0].reused_tokens > 0, "what it keeps of parts it kept where it computed them"
 
 
 def test_a_run_is_continued_with_what_it_lacks(
@@ -253,6 +255,12 @@ def test_methods_are_plotted_by_family() -> None:
         "prefill": ["minference+snapkv"],
         "rows": ["lazyllm"],
     }
+
+
+def test_as_many_families_are_drawn_beside_each_other_as_stay_readable() -> None:
+    counts = {"evict": 13, "quantize": 4, "prefill": 3, "reuse": 5, "decode": 1}
+    groups = {kind: ["method"] * count for kind, count in counts.items()}
+    assert lines_of(groups) == [["evict"], ["quantize", "prefill", "reuse"], ["decode"]]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 import numpy as np
@@ -222,9 +222,7 @@ class SampleRun:
         missing = {method: self._missing(method) for method in (FULL, *self.methods)}
         for method, questions in missing.items():
             if questions and self._takes_parts(method):
-                parts = [self.sample.context[a:b] for a, b in pairwise(self._bounds)]
-                backwards = [token for part in reversed(parts) for token in part]
-                self.session.cache(backwards, self._tenant(method))
+                self._show_parts(method)
         for mode in MODES:
             for turn in range(len(self.sample.exchanges)):
                 pairs = [
@@ -236,6 +234,17 @@ class SampleRun:
                 is_first = mode == MODES[0] and turn == 0
                 for batch in [[pair] for pair in pairs] if is_first else [pairs]:
                     self._answer(batch)
+
+    def _show_parts(self, method: str) -> None:
+        """Have a method compute the context's parts in another order, and a question's first token.
+
+        What a method keeps of a part beside its KV, it keeps where it computes it.
+        """
+        parts = [self.sample.context[a:b] for a, b in pairwise(self._bounds)][::-1]
+        bounds = [0, *accumulate(map(len, parts))]
+        first = self._questions(method)[0].tokens[len(self.sample.context)]
+        tokens = [*(token for part in parts for token in part), first]
+        self.session.cache(tokens, method, self._tenant(method), bounds)
 
     def _answer(self, pairs: Sequence[tuple[str, Question]]) -> None:
         """Have a batch of (method, question) answered, and note the rows."""

@@ -1,6 +1,6 @@
 """The plot of a run: what each family of methods loses in turns and in requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _ORDINATES = (
     (LOGPROB, "log-probability lost,\nnats per token"),
     (AGREEMENT, "other answers, share"),
 )
+_LINE = 12
+"""Methods in a line of panels."""
 _WIDTH = 0.8
 """Of a method's bars together; methods are 1 apart."""
 
@@ -48,21 +50,52 @@ def plot_scbench(report: SCBenchReport, path: Path) -> None:
     groups = families(report.methods[1:])
     if not groups:
         raise ValueError("there is nothing to plot beside full KV")
-    places = [(length, *each) for length in report.options.lengths for each in _ORDINATES]
-    widths = [len(methods) + 1 for methods in groups.values()]
-    figure = Figure(figsize=(4 + sum(widths), 3.2 * len(places)), layout="constrained")
-    panels: Any = figure.subplots(
-        len(places), len(groups), squeeze=False, sharey="row", width_ratios=widths
-    )
-    for row, (length, measure, ordinate) in zip(panels, places, strict=True):
+    lines = lines_of(groups)
+    places = [
+        (length, measure, ordinate, line)
+        for length in report.options.lengths
+        for line in lines
+        for measure, ordinate in _ORDINATES
+        if _is_known(
+            LengthResults(report, length), [m for kind in line for m in groups[kind]], measure
+        )
+    ]
+    widest = max(sum(len(groups[kind]) + 1 for kind in line) for line in lines)
+    figure = Figure(figsize=(4 + widest, 3.2 * len(places)), layout="constrained")
+    parts: Any = figure.subfigures(len(places), 1, squeeze=False)
+    for (part,), (length, measure, ordinate, line) in zip(parts, places, strict=True):
         results = LengthResults(report, length)
-        for axes, (kind, methods) in zip(row, groups.items(), strict=True):
-            _draw(axes, results, methods, measure)
+        widths = [len(groups[kind]) + 1 for kind in line]
+        row = part.subplots(1, len(line), squeeze=False, sharey="row", width_ratios=widths)[0]
+        for axes, kind in zip(row, line, strict=True):
+            _draw(axes, results, groups[kind], measure)
             axes.set_title(f"{_TITLES.get(kind, kind)}, {length:,} tokens", fontsize=10)
         row[0].set_ylabel(ordinate)
-    handles, labels = panels[-1][0].get_legend_handles_labels()
+    handles, labels = row[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(CONDITIONS))
     figure.savefig(path, dpi=130)
+
+
+def lines_of(groups: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Return which families are drawn beside each other: as many as stay readable."""
+    lines: list[list[str]] = []
+    room = 0
+    for kind, methods in groups.items():
+        if len(methods) > room:
+            lines.append([])
+            room = max(_LINE, len(methods))
+        lines[-1].append(kind)
+        room -= len(methods)
+    return lines
+
+
+def _is_known(results: LengthResults, methods: Sequence[str], measure: Measure) -> bool:
+    """Return whether any of some methods has a measure in any condition."""
+    return any(
+        results.change(method, condition, measure) is not None
+        for method in methods
+        for condition in CONDITIONS
+    )
 
 
 def _draw(axes: Any, results: LengthResults, methods: Sequence[str], measure: Measure) -> None:

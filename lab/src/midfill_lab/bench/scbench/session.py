@@ -91,9 +91,11 @@ class SharedContextSession(MethodSession):
                 self._take(output, prompt, answer)
         return answers
 
-    def cache(self, tokens: Sequence[int], tenant: str) -> None:
-        """Have a prompt's exact KV cached."""
-        self.generate([Asked(tuple(tokens), "none", 1, tenant)])
+    def cache(
+        self, tokens: Sequence[int], method: str, tenant: str, contexts: Sequence[int]
+    ) -> None:
+        """Have a prompt's KV cached, and what a method keeps beside that where it is computed."""
+        self.generate([Asked(tuple(tokens), method, 1, tenant, contexts=tuple(contexts))])
 
     def _take(self, output: EngineOutput, asked: Asked, answer: Generated) -> None:
         """Append what a step has generated; have the engine end an answer that is complete."""
