@@ -32,7 +32,7 @@ from midfill_lab.reporting import markdown
 LENGTH = 900
 OPTIONS = SCBenchOptions(tasks=("kv", "many_shot"), lengths=(LENGTH,), contexts=2, turns=3)
 SNAPKV = Variant("snapkv:budget=0.25,window=8", "snapkv:window=8", 0.25)
-EVERY_KIND = ("flexprefill", "cacheblend:min_run=16", "cachecraft", "ape", "lazyllm")
+EVERY_KIND = ("flexprefill", "cacheblend:min_run=16", "cachecraft:alpha=0", "ape", "lazyllm")
 Measure = Callable[..., SCBenchReport]
 
 
@@ -198,7 +198,7 @@ def test_methods_of_every_kind_are_asked(session: SharedContextSession, sample: 
     blended = [row for row in rows if row.method == "cacheblend:min_run=16"]
     assert blended[0].reused_tokens + blended[0].cached_tokens > len(sample.context) / 2
     assert any(row.reused_tokens for row in blended), "parts are found in another order"
-    crafted = [row for row in rows if row.method == "cachecraft"]
+    crafted = [row for row in rows if row.method == "cachecraft:alpha=0"]
     assert crafted[0].reused_tokens > 0, "what it keeps of parts it kept where it computed them"
 
 
