@@ -148,28 +148,38 @@ def test_steps_alone_without_prompts_need_no_limit() -> None:
     assert limit(0.002).inform(state()).max_rows is None
 
 
+def reading(seconds: float) -> StepTimeLimit:
+    """A limit of 0.1 s that has seen steps which read weights so long, and 1 ms per row."""
+    made = StepTimeLimit(0.1, StepCost(), 128)
+    for rows in [16, 32, 64, 128] * 2 * MIN_STEPS:
+        made.record_step(rows, 10, seconds + 0.001 * rows)
+    return made
+
+
 def test_the_longer_nobody_else_has_asked_the_longer_a_step_may_take() -> None:
-    slow = limit(0.002)
-    waits_since = {
-        quiet: slow.inform(replace(PROMPT, now=quiet)).max_rows for quiet in (0.0, 0.4, 0.8, 2.0)
-    }
-    assert waits_since[0.0] == waits_since[0.4] == pytest.approx(50, abs=3)
-    assert waits_since[0.8] == pytest.approx(100, abs=6)
-    assert waits_since[2.0] is None  # all of the budget
+    slow = reading(0.08)
+    rows = [slow.inform(replace(PROMPT, now=quiet)).max_rows for quiet in (0.0, 0.4, 0.6, 9.0)]
+    assert rows[0] == rows[1] == pytest.approx(20, abs=2)
+    assert rows[2] == pytest.approx(60, abs=4)
+    assert rows[3] == pytest.approx(103, abs=4), "more would make a row hardly cheaper"
+
+
+def test_a_step_takes_no_longer_where_that_makes_no_row_cheaper() -> None:
+    assert reading(0.0).inform(replace(PROMPT, now=9.0)).max_rows == pytest.approx(100, abs=3)
 
 
 def test_who_has_just_asked_makes_steps_short_again() -> None:
-    asked = WaitingSequence(2, 40, arrived=1.9)
-    later = replace(state([prefilling(1, 500)], [asked]), now=2.0)
-    assert limit(0.002).inform(later).max_rows == pytest.approx(50, abs=3)
+    asked = WaitingSequence(2, 40, arrived=8.9)
+    later = replace(state([prefilling(1, 500)], [asked]), now=9.0)
+    assert reading(0.08).inform(later).max_rows == pytest.approx(20, abs=2)
 
 
 def test_steps_with_answers_and_those_nobody_waits_for_stay_short() -> None:
-    slow, queued = limit(0.002), WaitingSequence(3, 500)
+    slow, queued = reading(0.08), WaitingSequence(3, 500)
     beside_an_answer = replace(state([prefilling(1, 500), decoding(2)]), now=9.0)
     in_the_background = replace(state(background=[queued]), now=9.0)
     for each in (beside_an_answer, in_the_background):
-        assert slow.inform(each).max_rows == pytest.approx(50, abs=3)
+        assert slow.inform(each).max_rows == pytest.approx(20, abs=2)
 
 
 def test_the_context_of_the_prompt_that_runs_next_counts() -> None:

@@ -3,9 +3,9 @@
 The policy of drafts compares this cost with what a draft may gain. ``StepTimeLimit`` limits the
 rows of a step: a request that arrives during a step waits until it ends, even if the step computes
 a prompt that is no longer wanted. With a large model, a step that uses the whole token budget would
-delay the answer to a keystroke too long. But each step reads the weights anew, so a long prompt
-takes up to three times as long in short steps. The longer nobody has asked for anything else, the
-longer steps may take.
+delay the answer to a keystroke too long. But each step reads the weights anew, of a mixture of
+experts nearly all of them, and a long prompt can take far longer in short steps. Where that is so,
+steps may take longer, the longer nobody has asked for anything else.
 """
 
 from bisect import bisect_left, bisect_right
@@ -37,6 +37,8 @@ MIN_STEPS = 8
 _QUIET_SHARE = 0.25
 """Of the time since the last request arrived: so long may a step take where no answer is decoded.
 Who asks next waits at most that much longer than they have paused."""
+_PAYS = 1.1
+"""Maximum cost of a row, as a multiple of its cost in a longer step, for which none is taken."""
 
 _Times = dict[int, float]  # seconds by number of rows, for some of _KNOTS
 
@@ -151,13 +153,15 @@ class StepTimeLimit:
         if self._steps < MIN_STEPS:
             return state
         state = replace(state, step_seconds=self._cost.seconds)
-        estimate, seconds = estimate_steps(state), self._seconds_within(state)
-        if estimate is None or estimate.seconds(self._max_rows) <= seconds:
+        estimate = estimate_steps(state)
+        if estimate is None or estimate.seconds(self._max_rows) <= self._seconds:
             return state
-        return replace(state, max_rows=max_rows_within(seconds, estimate, self._max_rows))
+        fewest = max_rows_within(self._seconds, estimate, self._max_rows)
+        most = max_rows_within(self._quiet_seconds(state), estimate, self._max_rows)
+        return replace(state, max_rows=_rows_that_pay(estimate, fewest, most))
 
-    def _seconds_within(self, state: ScheduleState) -> float:
-        """Return how long the next step may take."""
+    def _quiet_seconds(self, state: ScheduleState) -> float:
+        """Return how long the next step may take where it pays."""
         arrivals = [sequence.arrived for sequence in state.running]
         arrivals += [sequence.arrived for sequence in state.waiting]
         if not arrivals or any(sequence.decoding for sequence in state.running):
@@ -225,6 +229,13 @@ def max_rows_within(
         else:
             many = rows
     return max(few, smallest)
+
+
+def _rows_that_pay(estimate: StepEstimate, fewest: int, most: int) -> int:
+    """Return the fewest rows that cost hardly more each than those of the longest step."""
+    enough = _PAYS * estimate.seconds(most) / most
+    rows = range(fewest, most)
+    return fewest + bisect_left(rows, True, key=lambda n: estimate.seconds(n) / n <= enough)
 
 
 def _next_prompt_keys(state: ScheduleState) -> int | None:

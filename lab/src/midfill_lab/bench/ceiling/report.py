@@ -93,7 +93,8 @@ def _caption(report: CeilingReport) -> str:
         f" {_busy(report)}"
         + (
             f" Beaten by {', '.join(c.load.name for c in beaten)}: the machine was faster in the"
-            " step than in the probes."
+            " step than in the probes, or rows were sent to fewer experts than if each were as"
+            " likely."
             if beaten
             else ""
         )
