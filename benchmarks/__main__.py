@@ -16,6 +16,7 @@ COMMANDS = {
     "codecs": "codecs",
     "compare": "compare.commands",
     "conversations": "conversations.measure",
+    "cores": "cores",
     "decode-length": "decode_length",
     "disaggregation": "disaggregation.measure",
     "evaluation-page": "evaluation.commands",

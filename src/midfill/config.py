@@ -261,7 +261,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             min=1,
             max=1024,
-            help="CPU threads; by default all cores this process may use, fewer under a CPU quota.",
+            help="CPU threads; by default all cores this process may use, fewer under a CPU quota."
+            " Steps run on fewer of them while other processes keep cores busy.",
         ),
     ] = None
     context: Annotated[

@@ -16,6 +16,7 @@ from midfill.kernels.cpu.standby import (
     current_run,
     publish,
     published,
+    running_threads,
     signature_of,
     start_workers,
 )
@@ -43,7 +44,7 @@ def add_up(thread, threads, sync, terms, sums):  # type: ignore[no-untyped-def]
         run = current_run(sync)
         own, into = arguments
         into[thread] += own.factor * own.values[thread]
-        barrier(sync, threads)
+        barrier(sync, running_threads(sync))
         running = await_run(sync, thread, run, signature)
         if running:
             arguments = published(sync, arguments)
@@ -68,6 +69,17 @@ def test_each_run_sees_its_own_arguments_on_every_thread(pool: ThreadPool) -> No
         pool.run_on_standby(add_up, terms, sums)
         expected = run * (np.arange(pool.threads) + run)
         np.testing.assert_array_equal(sums, expected)
+
+
+def test_a_run_leaves_out_the_threads_that_others_need() -> None:
+    pool = ThreadPool(4)
+    sums, expected = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    for run in range(100):
+        pool.running = 1 + run % 4
+        pool.run_on_standby(add_up, Terms(np.ones(4, np.int64), run), sums)
+        expected[: pool.running] += run
+    pool.close()
+    np.testing.assert_array_equal(sums, expected)
 
 
 def test_workers_return_to_python_for_other_functions_and_after_a_while() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from midfill_lab.bench.neighbours import Neighbours
+from midfill_lab.bench.neighbours import Neighbours, busy_processes
 
 RATE = os.sysconf("SC_CLK_TCK")
 
@@ -47,3 +47,17 @@ def test_where_the_system_does_not_say_it_is_unknown(tmp_path: Path, text: str) 
     assert Neighbours(path).share() is None
     path.write_text(text)
     assert Neighbours(path).share() is None
+
+
+def test_busy_processes_run_until_they_are_no_longer_wanted() -> None:
+    def children() -> set[str]:
+        return {
+            path.parent.name
+            for path in Path("/proc").glob("[0-9]*/stat")
+            if path.read_text().rsplit(")", 1)[1].split()[1] == str(os.getpid())
+        }
+
+    before = children()
+    with busy_processes(2):
+        assert len(children() - before) == 2
+    assert children() <= before

@@ -1,6 +1,11 @@
-"""How busy others keep the machine while something is measured."""
+"""Neighbours: how busy others keep the machine while something is measured, or are to keep it."""
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
@@ -8,6 +13,7 @@ _IDLE = (3, 4)
 """Fields of a line of the processors' time: idle, and waiting for a disk."""
 _GUESTS = 8
 """Fields from here on are part of earlier ones."""
+_SETTLE_SECONDS = 0.3  # until a process that was just started is busy
 
 
 class Neighbours:
@@ -41,3 +47,18 @@ class Neighbours:
         idle = sum(ticks[place] for place in _IDLE if place < len(ticks))
         own = os.times()
         return sum(ticks) / rate, (sum(ticks) - idle) / rate, own.user + own.system
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run processes that never wait for anything, as a compiler would, and end them."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        if processes:
+            time.sleep(_SETTLE_SECONDS)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -47,6 +47,7 @@ from midfill.kernels.cpu.standby import (
     current_run,
     publish,
     published,
+    running_threads,
     signature_of,
     start_workers,
 )
@@ -459,7 +460,7 @@ def forward(
     running = True
     while running:
         run = current_run(sync)
-        _forward(thread, threads, sync, *arguments)
+        _forward(thread, running_threads(sync), sync, *arguments)
         running = await_run(sync, thread, run, signature)
         if running:
             arguments = published(sync, arguments)

@@ -36,9 +36,10 @@ YIELDS_BEFORE_SLEEP = 3000
 """Some milliseconds, longer than a busy engine takes from one step to the next: a core that went
 to sleep needs a good part of a millisecond to wake up."""
 
-ARGUMENTS, RUN, REFUSED = 80, 81, 82
-"""Indices into the pool's ``sync``: the arguments' address, the run's number, and whether the
-kernel did nothing because waiting workers had come with arguments of other types."""
+ARGUMENTS, RUN, REFUSED, RUNNING = 80, 81, 82, 83
+"""Indices into the pool's ``sync``: the arguments' address, the run's number, whether the kernel
+did nothing because waiting workers had come with arguments of other types, and how many threads
+run it."""
 WORKER_SLOTS = 96
 """Index from which on every thread has 16 integers of its own, at the following offsets."""
 _STATE, _FINISHED, _SIGNATURE, CLAIMS = 0, 1, 2, 8
@@ -103,6 +104,12 @@ def start_workers(sync: Int64Array, threads: int, signature: int) -> bool:
 def current_run(sync: Int64Array) -> int:
     """Return the number of the run that a worker has been started for."""
     return atomic_load(sync, RUN)
+
+
+@kernel
+def running_threads(sync: Int64Array) -> int:
+    """Return how many threads take part in the current run."""
+    return atomic_load(sync, RUNNING)
 
 
 @kernel

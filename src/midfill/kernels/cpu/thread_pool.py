@@ -30,6 +30,7 @@ from midfill.kernels.cpu.standby import (
     LEAVE,
     REFUSED,
     RUN,
+    RUNNING,
     SPINS_BEFORE_YIELD,
     YIELDS_BEFORE_SLEEP,
     await_workers,
@@ -112,27 +113,28 @@ class ThreadPool:
 
     Attributes:
         threads: threads that run a function, the calling one included.
+        running: how many of them run kernels on standby, 1 <= running <= threads.
         sync: int64 [sync_size(threads)], the counters they share.
     """
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads
+        self.threads = self.running = threads
         self.sync: Int64Array = np.zeros(sync_size(threads), np.int64)
         self._tasks: list[SimpleQueue[_Task | None]] = []
         self._done: SimpleQueue[_Outcome] = SimpleQueue()
         self._runs = 0
-        workers = []
+        self._workers: list[threading.Thread] = []
         for thread in range(1, threads):
             tasks: SimpleQueue[_Task | None] = SimpleQueue()
             self._tasks.append(tasks)
             # No reference to the pool itself, or it would live as long as its threads.
             arguments = (thread, threads, self.sync, tasks, self._done)
-            workers.append(
+            self._workers.append(
                 threading.Thread(target=_work, args=arguments, name=f"kernel-{thread}", daemon=True)
             )
-            workers[-1].start()
+            self._workers[-1].start()
         # Joined at exit: a thread that wakes up during interpreter shutdown can crash the process.
-        self._end = weakref.finalize(self, _end_workers, self.sync, self._tasks, workers)
+        self._end = weakref.finalize(self, _end_workers, self.sync, self._tasks, self._workers)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call function(thread, threads, sync, *arguments) on every thread and wait for all.
@@ -165,24 +167,32 @@ class ThreadPool:
     def run_on_standby(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a kernel that waits for its next run in compiled code, see standby.py.
 
-        Such a kernel raises nothing once it is compiled for its arguments.
+        Such a kernel raises nothing once it is compiled for its arguments. It runs on the first
+        ``running`` threads.
         """
         self._runs += 1
-        run, workers = self._runs, range(1, self.threads)
+        run, threads = self._runs, self.running
+        workers = range(1, threads)
         self.sync[RUN] = run
+        self.sync[RUNNING] = threads
         self.sync[REFUSED] = 0
         task = (run, function, arguments, True)
         for thread in workers:
             if not set_waiting(self.sync, thread, CLAIMED):
                 self._tasks[thread - 1].put(task)
         self.sync[STARTED] = run
-        function(0, self.threads, self.sync, *arguments)
+        function(0, threads, self.sync, *arguments)
         if self.sync[REFUSED]:
             for thread in workers:
                 if dismiss(self.sync, thread):
                     self._tasks[thread - 1].put(task)
-            function(0, self.threads, self.sync, *arguments)
-        await_workers(self.sync, self.threads, run)
+            function(0, threads, self.sync, *arguments)
+        await_workers(self.sync, threads, run)
+
+    def thread_ids(self) -> list[int]:
+        """Return the system's ids of the calling thread and of the workers, in their order."""
+        ids = (worker.native_id for worker in self._workers)
+        return [threading.get_native_id(), *(number for number in ids if number is not None)]
 
     def close(self) -> None:
         """End the threads; ``run`` must not be called again."""

@@ -42,6 +42,7 @@ from midfill.runners.cpu.autotune import (
     default_tile_rows,
 )
 from midfill.runners.cpu.cells import CpuCells
+from midfill.runners.cpu.core_sharing import CoreSharing
 from midfill.runners.cpu.logits import NUMPY_LOGITS
 from midfill.runners.cpu.packed_model import PackedModel, load_packed
 from midfill.runners.cpu.packed_state_space import CpuStates
@@ -157,6 +158,7 @@ class CpuRunner:
         self.config, self.model, self.kv_cache_dtype = config, model, kv_cache_dtype
         amx = choose_amx()
         self._pool = ThreadPool(threads or available_threads())
+        self._sharing = CoreSharing(self._pool)
         entries = len(self.config.kv_layers) * self.config.kv_heads * slots
         if self.config.vectors_per_cell == 1:
             keys, scales = allocate_kv(self.kv_cache_dtype, entries, self.config.head_dim)
@@ -370,7 +372,8 @@ class CpuRunner:
         layers = self.config.layers
         before = self.phase_ticks()
         first = 0 if rows == 1 else max(0, layers - 2)
-        self._run(batch, hidden, Stages(False, first, layers, True))
+        with self._sharing.all_threads():
+            self._run(batch, hidden, Stages(False, first, layers, True))
         ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
         return ticks
 
@@ -406,7 +409,7 @@ class CpuRunner:
     def _execute(
         self, hidden: Float32Array, states: Int32Array, prepared: Batch, stages: Stages
     ) -> None:
-        self._pool.run_on_standby(
+        self._sharing.run(
             self._forward, self._config, *self._arguments(hidden, states, prepared, stages)
         )
 

@@ -24,6 +24,7 @@ from midfill.system.machine import describe_machine
 from midfill.system.process import ended_by_sigterm
 from midfill_lab.bench.clients import HttpClient
 from midfill_lab.bench.documents import Prompts
+from midfill_lab.bench.neighbours import busy_processes
 from midfill_lab.bench.peers.llama_cpp import (
     IK_BUILD,
     LLAMA_CPP_BUILD,
@@ -150,7 +151,8 @@ def _start_and_measure(
             found.ready_seconds = process.wait_until_ready(work.options.start_limit)
             read = launch.read_bytes(process.log_text())
             found.weight_bytes, found.kv_bytes_per_token = read.weights, read.kv_per_token
-            asyncio.run(_measure(process, launch, work, found, prefill))
+            with busy_processes(work.options.busy):
+                asyncio.run(_measure(process, launch, work, found, prefill))
         except _RunOverError as error:
             raise MidfillError(f"{error}; {process.last_words()}") from None
         finally:

@@ -60,6 +60,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
         repeats: runs of prefill and decode.
         round_repeats: runs of rounds.
         turns: how many times each server is started and measured, in turn with the others.
+        busy: processes that never wait, beside each server while it is measured.
         threads: per server.
         device: of PyTorch, on which midfill and vLLM compute; llama.cpp and OpenVINO are compared
             on "cpu" alone.
@@ -87,6 +88,7 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 3
     round_repeats: int = 3
     turns: int = 1
+    busy: int = 0
     threads: int = 1
     device: str = CPU
     load_limit: float = 1200.0
@@ -456,6 +458,8 @@ def _caption(report: PeersReport) -> str:
     turns = ""
     if options.turns > 1:
         turns = f"each server was started {options.turns} times, in turn with the others; "
+    if options.busy:
+        turns += f"beside each, processes that never wait: {options.busy}; "
     return (
         f"{report.model}; {turns}threads: {options.threads}; room for {report.kv_tokens:,} tokens "
         f"of KV each; runs of prefill and decode: {options.turns * options.repeats}, "

@@ -46,6 +46,13 @@ TurnsOption = Annotated[
         " machines whose speed changes from minute to minute.",
     ),
 ]
+BusyOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Processes that never wait, beside each server while it is measured, as compilers do.",
+    ),
+]
 LoadLimitOption = Annotated[
     float,
     typer.Option(
@@ -149,6 +156,7 @@ class MeasuredFlags:
     users: UsersOption = None
     repeats: RepeatsOption = None
     turns: TurnsOption = 1
+    busy: BusyOption = 0
     load_limit: LoadLimitOption = 1200
 
     @property
@@ -171,6 +179,7 @@ class MeasuredFlags:
             repeats=self.repeats or chosen.repeats,
             round_repeats=self.repeats or chosen.round_repeats,
             turns=self.turns,
+            busy=self.busy,
             load_limit=self.load_limit,
         )
 

@@ -64,6 +64,7 @@ from midfill.kernels.cpu.standby import (
     current_run,
     publish,
     published,
+    running_threads,
     signature_of,
     start_workers,
 )
@@ -356,7 +357,7 @@ def forward_streams(
     running = True
     while running:
         run = current_run(sync)
-        _forward_streams(thread, threads, sync, *arguments)
+        _forward_streams(thread, running_threads(sync), sync, *arguments)
         running = await_run(sync, thread, run, signature)
         if running:
             arguments = published(sync, arguments)

@@ -41,6 +41,7 @@ from midfill.kernels.cpu.standby import (
     current_run,
     publish,
     published,
+    running_threads,
     signature_of,
     start_workers,
 )
@@ -161,7 +162,7 @@ def forward_latent(
     running = True
     while running:
         run = current_run(sync)
-        _forward_latent(thread, threads, sync, *arguments)
+        _forward_latent(thread, running_threads(sync), sync, *arguments)
         running = await_run(sync, thread, run, signature)
         if running:
             arguments = published(sync, arguments)

@@ -49,6 +49,7 @@ from midfill.kernels.cpu.standby import (
     current_run,
     publish,
     published,
+    running_threads,
     signature_of,
     start_workers,
 )
@@ -260,7 +261,7 @@ def forward_states(
     running = True
     while running:
         run = current_run(sync)
-        _forward_states(thread, threads, sync, *arguments)
+        _forward_states(thread, running_threads(sync), sync, *arguments)
         running = await_run(sync, thread, run, signature)
         if running:
             arguments = published(sync, arguments)
