@@ -47,6 +47,7 @@ COMMANDS = {
     "tenants": "tenants",
     "tiers": "tiers",
     "training-corpus": "training.commands",
+    "typed-over": "typed_over",
 }
 """Command -> module that has a function, or a group of commands, of its name."""
 

@@ -5,14 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from scripted_model import write_scripted
 from tiny_adapters import FIM, write_adapter, write_record
 
 from midfill import LLM, SamplingParams
 from midfill.errors import InvalidRequestError, MidfillError
+from midfill.frontend.generation import GenerationResult
 from midfill.infill.request import InfillRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -47,6 +50,29 @@ def test_generate_from_token_ids(llm: LLM) -> None:
     (result,) = llm.generate([[5, 6, 7]], GREEDY)
     assert result.usage.prompt_tokens == 3
     assert result.layout is None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_the_last_answer_proposed_is_drafted(tmp_path: Path, streamed: bool) -> None:
+    letters = "ZQXJKVWYUGHPBF"  # each a token of its own
+    equals = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}="  # " =" as the vocabulary spells it
+    folder = write_scripted(tmp_path, "", pairwise([equals, *letters]))
+    with LLM(str(folder), threads=1, kv_memory=4 * 2**20) as llm:
+
+        def ask(typed: str) -> tuple[str, int]:
+            before, ask = llm.stats.steps, llm.infill_stream if streamed else llm.infill
+            answer = ask("x =" + typed, "\ny\n", GREEDY, healing=False)
+            text = answer.text if isinstance(answer, GenerationResult) else answer.result().text
+            return text, llm.stats.steps - before
+
+        assert ask("") == (letters[:12], 12)
+        # How many tokens of a draft are worth running depends on what rows cost here.
+        text, steps = ask("")
+        assert text == letters[:12]
+        assert steps < 8
+        text, steps = ask("ZQ")
+        assert text == letters[2:14]
+        assert steps < 10
 
 
 def test_infill_reuses_what_it_computed(llm: LLM) -> None:

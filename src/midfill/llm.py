@@ -21,6 +21,7 @@ from midfill.frontend.generation import (
     AnswerStream,
     GenerationResult,
     PromptGeneration,
+    answered,
     whole_answers,
 )
 from midfill.frontend.prompt import Prompt, with_token_stops
@@ -444,7 +445,7 @@ class LLM:
         responses = [PromptGeneration(prompt, sampling, self.tokenizer) for prompt in prompts]
         deltas: list[list[AnswerDelta]] = [[] for _ in prompts]
         finished = 0
-        for place, delta in self._engine.answer(responses, sampling):
+        for place, delta in self._answers(responses, sampling):
             deltas[place].append(delta)
             if responses[place].finished:
                 finished += 1
@@ -456,7 +457,17 @@ class LLM:
         sampling = with_token_stops(sampling, [prompt], self.tokenizer)
         sampling = msgspec.structs.replace(sampling, candidates=1)
         response = PromptGeneration(prompt, sampling, self.tokenizer, streamed=True)
-        return AnswerStream(response, self._engine.answer([response], sampling))
+        return AnswerStream(response, self._answers([response], sampling))
+
+    def _answers(
+        self, responses: Sequence[PromptGeneration], sampling: SamplingParams
+    ) -> Generator[tuple[int, AnswerDelta], None, None]:
+        """Generate answers, see ``InProcessEngine.answer``, and record them in their documents."""
+        try:
+            yield from self._engine.answer(responses, sampling)
+        finally:
+            with self._encoding:
+                self._prompts.record_answers(map(answered, responses))
 
 
 def _infill_request(prefix: str, suffix: str, options: InfillOptions) -> InfillRequest:

@@ -67,6 +67,63 @@ def test_special_tokens_are_not_parsed_around_a_caret(
     assert set(special(checkpoint, "<fim_prefix>", "<|endoftext|>")) <= set(prompt.stop_token_ids)
 
 
+class TestPredictions:
+    PREFIX, SUFFIX = "x = 1\ny = pri", "\nz = 3\n"
+
+    def ask(self, prompts: PromptEncoder, typed: str = "", **options: Any) -> Prompt:
+        return prompts.infill(
+            InfillRequest(prefix=self.PREFIX + typed, suffix=self.SUFFIX), **options
+        )
+
+    def answer(self, prompts: PromptEncoder, checkpoint: Checkpoint, text: str) -> None:
+        """Record an answer of that text, with what it has to begin with."""
+        prompt = self.ask(prompts)
+        written = prompt.begins_with.decode() + text
+        prompts.record_answers([(prompt, checkpoint.tokenizer.encode_continuation(written))])
+
+    def test_the_rest_of_the_last_answer_is_predicted(
+        self, prompts: PromptEncoder, checkpoint: Checkpoint
+    ) -> None:
+        assert self.ask(prompts).prediction == ()
+        self.answer(prompts, checkpoint, "nt(x)")
+        for typed, rest in (("", "nt(x)"), ("n", "t(x)"), ("nt(", "x)")):
+            prompt = self.ask(prompts, typed)
+            predicted = checkpoint.tokenizer.decode(prompt.prediction)
+            assert predicted == prompt.begins_with.decode() + rest
+            plain = self.ask(prompts, typed, healing=False)
+            assert checkpoint.tokenizer.decode(plain.prediction) == rest
+        assert self.ask(prompts, "ce").prediction == ()
+
+    def test_it_ends_as_the_answer_did(
+        self, prompts: PromptEncoder, checkpoint: Checkpoint
+    ) -> None:
+        prompt = self.ask(prompts, healing=False)
+        (end,) = special(checkpoint, "<|endoftext|>")
+        prompts.record_answers([(prompt, [*checkpoint.tokenizer.encode("nt"), end])])
+        assert self.ask(prompts, healing=False).prediction[-1] == end
+
+    def test_an_answer_that_ended_before_it_had_text_predicts_nothing(
+        self, prompts: PromptEncoder, checkpoint: Checkpoint
+    ) -> None:
+        prompt = self.ask(prompts)
+        prompts.record_answers([(prompt, []), (prompt, checkpoint.tokenizer.encode("p"))])
+        assert self.ask(prompts).prediction == ()
+
+    def test_characters_that_are_not_whole_are_left_out(
+        self, prompts: PromptEncoder, checkpoint: Checkpoint
+    ) -> None:
+        prompt = self.ask(prompts, healing=False)
+        ids = checkpoint.tokenizer.encode("a\N{SLIGHTLY SMILING FACE}")
+        prompts.record_answers([(prompt, ids[:-1])])
+        again = self.ask(prompts, healing=False)
+        assert checkpoint.tokenizer.decode(again.prediction) == "a"
+
+    def test_raw_prompts_have_none(self, prompts: PromptEncoder, checkpoint: Checkpoint) -> None:
+        prompt = prompts.raw("x = ")
+        prompts.record_answers([(prompt, checkpoint.tokenizer.encode("1"))])
+        assert prompts.raw("x = ").prediction == ()
+
+
 class TestTheThresholdOfEmptyAnswers:
     REQUEST = InfillRequest(prefix="a = ", suffix="\nb\n")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from midfill.infill.answer_history import GivenAnswer
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest, RequestedLayout
@@ -49,6 +50,15 @@ def open_wide_characters(planner: Planner, number: int) -> None:
     ask(planner, text, text[:100], number)
 
 
+def answer_at_length(planner: Planner, number: int) -> None:
+    text = source(number, 20)
+    ask(planner, text, "", number)
+    (last,) = list(planner._documents._recent)[-1:]
+    for place in range(6):
+        answer = source(number + place, 40)
+        planner.record_answer(last, GivenAnswer.at(text + str(place), answer, 1))
+
+
 def keep_a_fixed_head(planner: Planner, number: int) -> None:
     text = source(number, 60)
     ask(planner, text, "end", number, "efim")
@@ -80,6 +90,7 @@ def jump_in_a_long_source(planner: Planner, number: int) -> None:
         (open_small, 300),
         (open_empty, 300),
         (open_wide_characters, 300),
+        (answer_at_length, 100),
         (keep_a_fixed_head, 300),
         (type_and_move, 100),
         (follow_a_long_source, 60),

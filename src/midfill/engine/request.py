@@ -126,6 +126,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             ask for it.
         document: the planner's id of the document; "" if there is none. An engine of several
             machines keeps a document's KV in one place.
+        prediction: likely tokens of the answer, which are drafted as long as it begins with them.
+            Drafts change no answer.
         answered: first tokens of the answer, which another engine has generated; the answer goes on
             after them as it would have there, and they are not sent again. Whether it is empty was
             decided there: it isn't.
@@ -150,6 +152,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     method: str | None = None
     head_tokens: int = 0
     document: str = ""
+    prediction: list[int] = []
     answered: list[int] = []
     deadline: float | None = None
     hints: RequestHints = NO_REQUEST_HINTS

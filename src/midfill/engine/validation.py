@@ -154,6 +154,10 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
     check_hints(request.hints)
     if request.deadline is not None and math.isnan(request.deadline):
         raise InvalidRequestError("deadline must be a number, not nan", param="deadline")
+    if request.prediction and not 0 <= min(request.prediction) <= max(request.prediction) < vocab:
+        raise InvalidRequestError(
+            f"prediction holds a token id outside 0..{vocab - 1}", param="prediction"
+        )
     if request.answered:
         _check_answered(request, vocab, max_length)
 

@@ -90,6 +90,7 @@ class PromptGeneration:
 
     Attributes:
         prompt: the prompt.
+        answer_token_ids: what the first answer consists of so far, healed bytes and all.
         prompt_tokens: its tokens, if their log probabilities were asked for; empty until the first
             output.
     """
@@ -103,6 +104,7 @@ class PromptGeneration:
         streamed: bool = False,
     ) -> None:
         self.prompt = prompt
+        self.answer_token_ids: list[int] = []
         self.prompt_tokens: tuple[PromptToken, ...] = ()
         self._tokenizer = tokenizer
         self._search: CandidateSearch | None = None
@@ -188,6 +190,8 @@ class PromptGeneration:
             self.prompt_tokens = prompt_tokens(
                 prompt.token_ids, prompt.text, output.prompt_logprobs, self._tokenizer
             )
+        if output.index == 0:
+            self.answer_token_ids += output.token_ids
         return self._answers[output.index].push(output)
 
     def follow_up(self, request: EngineRequest) -> FollowUp:
@@ -201,6 +205,11 @@ class PromptGeneration:
     def refuse(self, requests: Sequence[EngineRequest]) -> AnswerDelta | None:
         """Go on without requests of a ``follow_up``; return what is new, as ``push``."""
         return None if self._search is None else self._search.refuse(requests)
+
+
+def answered(response: PromptGeneration) -> tuple[Prompt, list[int]]:
+    """Return a prompt and the tokens of its first answer, for ``PromptEncoder.record_answers``."""
+    return response.prompt, response.answer_token_ids
 
 
 def _answer_factory(

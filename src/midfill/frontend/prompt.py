@@ -131,6 +131,7 @@ class Prompt:
         contexts: where the files that it shows begin and end, see ``EngineRequest``.
         confidence_rule: how sure the model's answers to infilling requests are; None if unknown.
         channels: tells the text of an answer from what stands beside it; None if all is text.
+        prediction: likely tokens of the answer, see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -150,6 +151,7 @@ class Prompt:
     contexts: tuple[int, ...] = ()
     confidence_rule: ConfidenceRule | None = None
     channels: AnswerChannels | None = None
+    prediction: tuple[int, ...] = ()
 
     @property
     def is_verbatim(self) -> bool:
@@ -235,6 +237,7 @@ class Prompt:
             before_caret=self._token_spans("prefix", "increment"),
             after_caret=self._token_spans("suffix"),
             document=self.document,
+            prediction=list(self.prediction),
             deadline=deadline,
             hints=hints,
         )

@@ -5,7 +5,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from midfill.frontend.answer_format import find_answer_format
 from midfill.frontend.chat import chat_template_of, count_characters
 from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
+from midfill.infill.answer_history import GivenAnswer
 from midfill.infill.context_files import ContextFile, FittingFiles, shown_text
 from midfill.infill.document_store import Memory
 from midfill.infill.formats import FimFormat, custom_format, find_format
@@ -230,7 +231,9 @@ class PromptEncoder:
         prompt = dataclasses.replace(
             prompt, text=sent.prefix, infilling=infilling, line_break=layout.line_break
         )
-        return self._heal(prompt, last, stop_token_ids) if healing else prompt
+        if healing:
+            prompt = self._heal(prompt, last, stop_token_ids)
+        return self._predict(prompt)
 
     def encode_layout(
         self,
@@ -331,6 +334,36 @@ class PromptEncoder:
         return dataclasses.replace(
             prompt, token_ids=ids[:kept], begins_with=healing.required, report=report
         )
+
+    def _predict(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with what earlier answers in its document say of its own."""
+        answer = self._planner.predicted_answer(prompt.document, prompt.prefix)
+        if answer is None:
+            return prompt
+        try:
+            text = prompt.begins_with.decode() + answer.text
+        except UnicodeDecodeError:  # a character is to be completed
+            return prompt
+        ids = self._tokenizer.encode_continuation(text)
+        end = () if answer.end_token is None else (answer.end_token,)
+        return dataclasses.replace(prompt, prediction=(*ids, *end))
+
+    def record_answers(self, answered: Iterable[tuple[Prompt, Sequence[int]]]) -> None:
+        """Record the answers to prompts of documents, for what they say of the next ones.
+
+        Args:
+            answered: prompts, and all tokens of their answers so far.
+        """
+        for prompt, token_ids in answered:
+            if not prompt.document or not token_ids:
+                continue
+            pieces = list(map(self._tokenizer.token_bytes, token_ids))
+            written, healed = b"".join(pieces), prompt.begins_with
+            if written.startswith(healed):
+                text = written[len(healed) :].decode(errors="ignore")
+                end_token = None if pieces[-1] else token_ids[-1]
+                given = GivenAnswer.at(prompt.prefix, text, end_token)
+                self._planner.record_answer(prompt.document, given)
 
     def expected_prompt(self, document: str) -> Prompt | None:
         """Return the prompt to compute in idle time after a document's last one, if any.

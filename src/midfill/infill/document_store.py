@@ -20,6 +20,7 @@ from sys import getsizeof
 from typing import NamedTuple
 from zlib import crc32
 
+from midfill.infill.answer_history import GivenAnswer
 from midfill.infill.context_files import DocumentSnippets
 from midfill.infill.layout import Segment
 from midfill.infill.prefix_cut import CachedPrompt, CutHistory
@@ -40,6 +41,7 @@ _PROMPT_BYTES = 200
 _FRAGMENT_BYTES = 24
 _SEGMENT_BYTES = 96
 _START_BYTES = 160
+_ANSWER_BYTES = 80
 _TEXT_BYTES = 16
 _KEY_BYTES = 400
 
@@ -81,6 +83,7 @@ class Document:
         lost: prompts that were in the cache until its snippets changed.
         heading: BOS, path and repository of its last request.
         windows: which parts of it were shown.
+        answers: the last ones that were given in it, the latest one first.
     """
 
     id: str
@@ -94,6 +97,7 @@ class Document:
     lost: tuple[CachedPrompt, ...] = ()
     heading: Heading = field(default_factory=Heading)
     windows: WindowHistory = field(default_factory=WindowHistory)
+    answers: tuple[GivenAnswer, ...] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -102,6 +106,7 @@ class Document:
         texts += self.cuts.texts()
         texts += self.windows.texts()
         texts += (segment.text for segment in self.context_segments)
+        texts += (text for answer in self.answers for text in (answer.before, answer.text))
         files = self.snippets.files()
         texts += (
             text for prompt in self.lost for text in (prompt.head, prompt.suffix, *prompt.fragments)
@@ -118,6 +123,7 @@ class Document:
             + _FRAGMENT_BYTES * fragments
             + _SEGMENT_BYTES * (len(self.context_segments) + len(files))
             + _START_BYTES * len(self.windows)
+            + _ANSWER_BYTES * len(self.answers)
         )
 
 
@@ -180,8 +186,12 @@ class DocumentStore:
         """Store a document's newest state and make it the most recently used one."""
         self._recent[document.id] = document
         self._recent.move_to_end(document.id)
-        index = self._indexes.setdefault(document.tenant, _TenantIndex())
-        index.record(document)
+        self._indexes.setdefault(document.tenant, _TenantIndex()).record(document)
+        self.measure(document)
+
+    def measure(self, document: Document) -> None:
+        """Take note that a document that is held has grown or shrunk; its place stays."""
+        index = self._indexes[document.tenant]
         size = document.memory_bytes + _KEY_BYTES * index.key_count(document)
         self.held_bytes += size - self._sizes.get(document.id, 0)
         self._sizes[document.id] = size

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError
+from midfill.infill.answer_history import MAX_ANSWERS, GivenAnswer, predicted_answer
 from midfill.infill.context_files import DEFAULT_SNIPPET_CHARACTERS, Snippets
 from midfill.infill.context_planner import ContextPlanner
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
@@ -214,6 +215,24 @@ class Planner:
             found.cuts.record_prompt(prefix, layout.planned_suffix, layout.cut)
             found.windows.record_computed(found.view, prefix)
             self._documents.record(found)
+
+    def predicted_answer(self, document: str, prefix: str) -> GivenAnswer | None:
+        """Return what a document's last answers say of the one after ``prefix``; None: nothing.
+
+        Args:
+            document: ``PromptLayout.document`` of the prompt.
+            prefix: the text before the caret, as the client sent it.
+        """
+        found = self._documents.get(document)
+        return None if found is None else predicted_answer(found.answers, prefix)
+
+    def record_answer(self, document: str, answer: GivenAnswer) -> None:
+        """Record the answer to a document's prompt, as far as it was generated."""
+        found = self._documents.get(document)
+        if found is not None and answer.text:
+            others = (each for each in found.answers if each != answer)
+            found.answers = (answer, *others)[:MAX_ANSWERS]
+            self._documents.measure(found)
 
     @property
     def _cuts_matter(self) -> bool:

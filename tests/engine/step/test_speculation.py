@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from midfill.engine.scheduling.scheduler import Chunk, RunningSequence, Schedule
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence
 from midfill.engine.step.speculation import DraftCounts, Speculation
+from midfill.errors import InvalidRequestError
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import Answers, FixedCost, build_engine, greedy_alone, request, serve
@@ -240,6 +242,64 @@ class TestFewerSteps:
         serve(without, everything())
         stats = without.stats()
         assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (0, 0, 0)
+
+
+class TestPredictions:
+    PROMPT = prompt(20)
+
+    def run(self, prediction: list[int], **fields: object) -> tuple[list[int], int]:
+        """Return an answer's tokens and the steps that it took."""
+        asked = EngineRequest(
+            request_id="a",
+            token_ids=self.PROMPT,
+            sampling=sampling(**fields),
+            prediction=prediction,
+        )
+        running = engine(True, eos=(0,))
+        return serve(running, [asked])["a", 0].tokens, running.stats().steps
+
+    def test_a_right_one_takes_a_step_or_two(self) -> None:
+        answer, steps = self.run([], max_tokens=40)
+        assert steps > 10
+        assert self.run(answer[:12], max_tokens=12) == (answer[:12], 1)
+        assert self.run(answer, max_tokens=40) == (answer, 2)
+
+    def test_a_wrong_one_changes_no_answer(self) -> None:
+        answer, steps = self.run([], max_tokens=40)
+        wrong = [(token + 1) % VOCAB for token in answer]
+        found, taken = self.run(wrong, max_tokens=40)
+        assert found == answer
+        assert taken <= steps + 2
+
+    def test_after_a_wrong_token_what_follows_is_found_again(self) -> None:
+        answer, steps = self.run([], max_tokens=40)
+        wrong = [*answer[:10], (answer[10] + 1) % VOCAB, *answer[10:]]
+        found, taken = self.run(wrong, max_tokens=40)
+        assert found == answer
+        assert taken < steps
+
+    def test_sampled_answers_stay_the_same(self) -> None:
+        fields = {"temperature": 0.7, "seed": 5, "max_tokens": 40}
+        answer, _ = self.run([], **fields)
+        assert self.run(answer, **fields) == (answer, 2)
+
+    def test_unknown_tokens_are_refused(self) -> None:
+        for wrong in (-1, VOCAB):
+            with pytest.raises(InvalidRequestError, match="prediction holds a token id"):
+                self.run([wrong])
+
+    @pytest.mark.parametrize("begins_with", [b"th", b"abcd"])
+    def test_one_that_the_constraint_rules_out_is_not_drafted(self, begins_with: bytes) -> None:
+        asked = EngineRequest(
+            request_id="a",
+            token_ids=self.PROMPT,
+            sampling=sampling(max_tokens=8),
+            begins_with=begins_with,
+        )
+        expected = serve(engine(False), [asked])["a", 0].tokens
+        for prediction in (expected, [TOKENS.index(b"z")] * 8):
+            guessed = msgspec.structs.replace(asked, prediction=prediction)
+            assert serve(engine(True), [guessed])["a", 0].tokens == expected
 
 
 class TestSlots:

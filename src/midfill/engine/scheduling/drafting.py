@@ -30,7 +30,9 @@ CERTAIN = 0
 SPELLED = 1
 """Evidence: a likely way to spell the bytes that the answer has to begin with."""
 
-_FIRST_MATCH = 2
+PREDICTED = 2
+"""Evidence: what the request says the answer will probably be."""
+_FIRST_MATCH = 3
 
 # Of the places with a match of one length: continuations differ, there is one place, all agree.
 _DISPUTED, _SINGLE, _UNANIMOUS = range(3)
@@ -134,6 +136,7 @@ def prompt_lookup(tokens: Int32Array, count: int) -> Draft:
 _PRIORS = {
     CERTAIN: 1.0,
     SPELLED: 0.4,
+    PREDICTED: 0.85,
     **{
         match_evidence(length, places, agree): rate
         for (places, agree), rates in {

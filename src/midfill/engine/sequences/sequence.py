@@ -69,6 +69,7 @@ class Sequence:
         prompt_logprobs: of the prompt's tokens, from ``score_from`` on, as far as they are
             computed; None if they are not asked for, or were sent.
         score_from: number of the first token that is scored.
+        prediction: likely tokens of the answer, [n] int32.
         calibration: how well drafts for this sequence do.
         needs_only_argmax: whether its tokens are those of the largest logits, where it is not
             restricted to others.
@@ -104,6 +105,7 @@ class Sequence:
         "needs_only_argmax",
         "not_empty",
         "params",
+        "prediction",
         "prompt_length",
         "prompt_logprobs",
         "random_stream",
@@ -171,6 +173,7 @@ class Sequence:
         self.score_from = request.score_from
         self.arrived = arrived
         self.hints = hints
+        self.prediction: Int32Array = np.array(request.prediction, np.int32)
         self.calibration = Calibration()
         self.random_stream = RandomStream(request.sampling.seed)
         # Allocated once for the whole answer; the operating system backs it with memory as it
@@ -253,6 +256,17 @@ class Sequence:
     def token_at(self, position: int) -> int:
         """Return one of its tokens."""
         return int(self._tokens[position])
+
+    def predicted_tokens(self, count: int) -> Int32Array:
+        """Return the next tokens of ``prediction``: at most [count] int32, a view.
+
+        There are none if the answer so far is not as predicted.
+        """
+        answer = self._tokens[self.prompt_length : self.length]
+        known = len(answer)
+        if known >= len(self.prediction) or not np.array_equal(self.prediction[:known], answer):
+            return self.prediction[:0]
+        return self.prediction[known : known + count]
 
     def uncomputed_tokens(self, count: int) -> Int32Array:
         """[count] int32, a view: the first ``count`` tokens whose KV is not computed yet."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from midfill.engine.scheduling.drafting import (
     CERTAIN,
+    PREDICTED,
     SPELLED,
     AcceptanceRates,
     Draft,
@@ -29,6 +30,7 @@ from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence
 
 _MAX_DRAFT_TOKENS = 16
+_MAX_PREDICTED_TOKENS = 48  # of a prediction, which is right to its end more often
 
 
 @dataclass
@@ -141,27 +143,40 @@ class Speculation:
 def propose_draft(sequence: Sequence) -> Draft:
     """Return likely next tokens of ``sequence``, up to one that would end the answer.
 
-    First the tokens that its constraint makes known or likely, then what followed the sequence's
-    end where it occurred before.
+    As long as the answer is as predicted, the rest of the prediction. Otherwise first the tokens
+    that its constraint makes known or likely, then what followed the sequence's end where it
+    occurred before, in the prediction, too.
     """
-    room = min(
-        _MAX_DRAFT_TOKENS,
-        sequence.max_length - sequence.length - 1,
-        sequence.barrier - sequence.length,
-    )
-    check = sequence.empty_check
-    constraint = sequence.constraint if check is None else check.constraint
-    spelled = [] if constraint is None else constraint.spelling()[:room]
-    tokens = sequence.tokens
-    if spelled:
-        known = np.array([token_id for token_id, _ in spelled], dtype=np.int32)
-        tokens = np.concatenate((tokens, known))
-    found = prompt_lookup(tokens, room - len(spelled))
-    evidence = tuple(CERTAIN if certain else SPELLED for _, certain in spelled)
-    draft = Draft(
-        np.concatenate((tokens[sequence.length :], found.tokens)), evidence + found.evidence
-    )
+    room = min(sequence.max_length - sequence.length - 1, sequence.barrier - sequence.length)
+    draft = _predicted(sequence, min(room, _MAX_PREDICTED_TOKENS))
+    if draft is None:
+        draft = _found(sequence, min(room, _MAX_DRAFT_TOKENS))
     for place, token_id in enumerate(draft.tokens.tolist()):
         if token_id in sequence.stop_token_ids:
             return Draft(draft.tokens[: place + 1], draft.evidence[: place + 1])
     return draft
+
+
+def _predicted(sequence: Sequence, room: int) -> Draft | None:
+    """Return the next predicted tokens; None if there are none, or the first is impossible."""
+    if not len(sequence.prediction):
+        return None
+    tokens = sequence.predicted_tokens(max(room, 0))
+    allowed = sequence.allowed_token_ids() if len(tokens) else None
+    if not len(tokens) or (allowed is not None and tokens[0] not in allowed):
+        return None
+    return Draft(tokens, (PREDICTED,) * len(tokens))
+
+
+def _found(sequence: Sequence, room: int) -> Draft:
+    """Return what the constraint spells, and what followed such tokens before."""
+    check = sequence.empty_check
+    constraint = sequence.constraint if check is None else check.constraint
+    spelled = [] if constraint is None else constraint.spelling()[:room]
+    known = np.array([token_id for token_id, _ in spelled], dtype=np.int32)
+    tokens = sequence.tokens
+    if len(known) or len(sequence.prediction):
+        tokens = np.concatenate((sequence.prediction, tokens, known))
+    found = prompt_lookup(tokens, room - len(spelled))
+    evidence = tuple(CERTAIN if certain else SPELLED for _, certain in spelled)
+    return Draft(np.concatenate((known, found.tokens)), evidence + found.evidence)

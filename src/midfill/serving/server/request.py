@@ -119,6 +119,7 @@ class Generation:
         limits: RateLimits,
         stream_interval: float,
         on_complete: Callable[[Sequence[PromptGeneration]], None],
+        on_end: Callable[[Sequence[PromptGeneration]], None] = lambda _: None,
         request_id: str = "",
         arrived: float | None = None,
         deadline: float | None = None,
@@ -137,6 +138,7 @@ class Generation:
             limits: what tenants may use.
             stream_interval: see ``EngineRequest``.
             on_complete: called with ``responses`` once all answers are complete.
+            on_end: called with ``responses`` once they end, complete or not.
             request_id: the API request's id; the ids of the engine's requests begin with it.
             arrived: when it arrived, by ``time.perf_counter``; None: now.
             deadline: when its client gives up, by ``time.monotonic``; None: never.
@@ -148,6 +150,7 @@ class Generation:
         self._limits = limits
         self._tenant = tenant
         self._on_complete = on_complete
+        self._on_end = on_end
         self._answers = len(prompts) * sampling.n
         self.group: object = None
         self._outputs: OutputStream | None = None
@@ -236,6 +239,7 @@ class Generation:
                 if timer is not None:
                     timer.cancel()
                 charge.tokens = self.usage.completion_tokens
+                self._on_end(self.responses)
 
     def _start_timer(self) -> asyncio.TimerHandle | None:
         """Have the answers end at their deadline, also if the engine says nothing.

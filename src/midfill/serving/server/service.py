@@ -18,6 +18,7 @@ same document may, too (``request.Superseding``).
 """
 
 import asyncio
+import contextlib
 import contextvars
 import dataclasses
 import logging
@@ -35,7 +36,7 @@ import msgspec
 
 from midfill.engine.scheduling.admission import NEW_DOCUMENT
 from midfill.errors import DeadlineError, QueueFullError, StoppingError
-from midfill.frontend.generation import PromptGeneration
+from midfill.frontend.generation import PromptGeneration, answered
 from midfill.frontend.prompt import Prompt, PromptSource, with_token_stops
 from midfill.frontend.prompt_encoder import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
@@ -118,6 +119,19 @@ class EncodingThread:
         finally:
             if record is not None:
                 record.encodings.append((started, time.perf_counter()))
+
+    def start(self, function: Callable[[PromptEncoder, T], None], what: T) -> None:
+        """Call ``function(encoder, what)`` on the thread; nobody waits for it."""
+
+        def call() -> None:
+            with self._lock:
+                try:
+                    function(self._encoder, what)
+                except Exception:
+                    _log.exception("what was answered couldn't be recorded")
+
+        with contextlib.suppress(RuntimeError):  # the thread has ended: the server is stopping
+            self._thread.submit(call)
 
     def close(self) -> None:
         """End the thread."""
@@ -489,6 +503,7 @@ class ModelService:
             stream_interval=self._stream_interval if request.streamed else math.inf,
             # Must not hold the generation: with a cycle, its texts stay until garbage is collected.
             on_complete=lambda generations: self._prefill_next(generations, tenant),
+            on_end=partial(_record_answers, self._encoding),
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
             deadline=None if record is None else record.deadline(default_timeout),
@@ -551,11 +566,18 @@ class ModelService:
 
     def _prefill_next(self, generations: Sequence[PromptGeneration], tenant: str) -> None:
         """Prepare for the next request of each prompt's document."""
-        for answered in generations:
-            document = answered.prompt.document or None
-            inexact = answered.prompt if answered.usage.reused_tokens else None
+        for response in generations:
+            document = response.prompt.document or None
+            inexact = response.prompt if response.usage.reused_tokens else None
             if self._prefills_unasked and (document is not None or inexact is not None):
                 self._idle_prefill.start(document, tenant, inexact)
+
+
+def _record_answers(encoding: EncodingThread, responses: Sequence[PromptGeneration]) -> None:
+    """Record answers in their prompts' documents."""
+    answers = [answered(response) for response in responses if response.prompt.document]
+    if answers:
+        encoding.start(PromptEncoder.record_answers, answers)
 
 
 def _stopping() -> StoppingError:
