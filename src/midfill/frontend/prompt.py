@@ -67,6 +67,8 @@ class PromptSource:
         healing, stop_token_ids: see ``PromptEncoder.infill``.
         empty_threshold: see ``Prompt.with_empty_threshold``.
         method: see ``Prompt.with_method``.
+        prediction: what the answer will probably be, as the client says; "" leaves it to the last
+            answers in the document.
         field_names: how the client spells fields that an error may name.
     """
 
@@ -79,6 +81,7 @@ class PromptSource:
     stop_token_ids: Sequence[int] = ()
     empty_threshold: float | None = None
     method: str | None = None
+    prediction: str = ""
     field_names: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -178,6 +178,9 @@ class PromptEncoder:
             else:
                 messages = source.messages or ()
                 prompt = self.chat(messages, source.tenant, source.template_fields)
+            if source.prediction:
+                self._limit.check_characters(len(source.prediction), "prediction")
+                prompt = self._with_prediction(prompt, source.prediction)
             return prompt.with_empty_threshold(source.empty_threshold).with_method(source.method)
         except InvalidRequestError as error:
             raise error.renamed(source.field_names) from None
@@ -340,12 +343,20 @@ class PromptEncoder:
         answer = self._planner.predicted_answer(prompt.document, prompt.prefix)
         if answer is None:
             return prompt
+        return self._with_prediction(prompt, answer.text, answer.end_token)
+
+    def _with_prediction(self, prompt: Prompt, text: str, end_token: int | None = None) -> Prompt:
+        """Return the prompt with a text that its answer will probably be.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode.
+        """
         try:
-            text = prompt.begins_with.decode() + answer.text
+            written = prompt.begins_with.decode() + text
         except UnicodeDecodeError:  # a character is to be completed
             return prompt
-        ids = self._tokenizer.encode_continuation(text)
-        end = () if answer.end_token is None else (answer.end_token,)
+        ids = self._tokenizer.encode_continuation(written)[: self.context]
+        end = () if end_token is None else (end_token,)
         return dataclasses.replace(prompt, prediction=(*ids, *end))
 
     def record_answers(self, answered: Iterable[tuple[Prompt, Sequence[int]]]) -> None:

@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from midfill.system.python_child import python_command, python_environment
 
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)
@@ -52,8 +53,9 @@ class Neighbours:
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Run processes that never wait for anything, as a compiler would, and end them."""
-    command = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(command) for _ in range(count)]
+    command = python_command("-c", "while True: pass")
+    environment = python_environment()
+    processes = [subprocess.Popen(command, env=environment) for _ in range(count)]
     try:
         if processes:
             time.sleep(_SETTLE_SECONDS)

@@ -163,10 +163,16 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
+class Server(ThreadingHTTPServer):
+    """Takes many connections at once: with five, the default, others wait for a second."""
+
+    request_queue_size = 128
+
+
 def make_server(model: Model, port: int) -> ThreadingHTTPServer:
     """Return a server of a model, on the loopback address."""
     handler = type("ModelHandler", (Handler,), {"engine": Engine(model)})
-    return ThreadingHTTPServer(("127.0.0.1", port), handler)
+    return Server(("127.0.0.1", port), handler)
 
 
 if __name__ == "__main__":

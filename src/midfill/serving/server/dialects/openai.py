@@ -46,6 +46,27 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
+class PredictionPart(msgspec.Struct, kw_only=True):
+    """A part of a prediction's content."""
+
+    text: str
+    type: Literal["text"] = "text"
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """OpenAI's ``prediction``: a text that the answer will probably be."""
+
+    content: str | list[PredictionPart]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """Fields of both endpoints; null always means the default.
 
@@ -66,6 +87,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     user: str | None = None
+    prediction: Prediction | None = None
     top_k: int | None = None
     min_p: float | None = None
     typical_p: float | None = None
@@ -77,6 +99,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     job_id: str | None = None
     is_last_step: bool | None = None
     expected_tokens: int | None = None
+
+    @property
+    def predicted_text(self) -> str:
+        """What the answer will probably be; "" if the client doesn't say."""
+        return "" if self.prediction is None else self.prediction.text
 
     def hints(self) -> RequestHints:
         """Return what the fields say for the scheduler.
@@ -276,7 +303,11 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         check_method(method, service)
         fields = _template_fields(body, service)
         source = PromptSource(
-            messages=messages, template_fields=fields, tenant=tenant, method=method
+            messages=messages,
+            template_fields=fields,
+            tenant=tenant,
+            method=method,
+            prediction=body.predicted_text,
         )
         prompts = await service.encode([source])
         generation = service.generate(

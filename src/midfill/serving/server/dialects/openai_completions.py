@@ -367,6 +367,7 @@ def _prompt_source(
         stop_token_ids=body.stop_token_ids or (),
         empty_threshold=fields.empty_threshold,
         method=fields.method,
+        prediction=body.predicted_text,
         field_names=names,
     )
 
