@@ -33,6 +33,25 @@ def test_threads_that_have_ended_are_unknown(tmp_path: Path) -> None:
     assert RunDelays(tmp_path).total([7]) is None
 
 
+def test_a_thread_that_gets_the_id_of_one_that_has_ended_is_another(tmp_path: Path) -> None:
+    delays = RunDelays(tmp_path)
+    write(tmp_path, 7, "1 1000000000 1\n")
+    assert delays.total([7]) == pytest.approx(1.0)
+    write(tmp_path, 7, "")  # as it reads once the thread has ended
+    assert delays.total([7]) is None
+    (tmp_path / "7" / "schedstat").unlink()
+    write(tmp_path, 7, "1 250000000 1\n")
+    assert delays.total([7]) == pytest.approx(0.25)
+
+
+def test_only_the_files_of_the_threads_that_were_asked_for_last_stay_open(tmp_path: Path) -> None:
+    delays = RunDelays(tmp_path)
+    for thread in range(100):
+        write(tmp_path, thread, f"1 {thread} 1\n")
+        assert delays.total([thread]) == pytest.approx(thread / 1e9)
+    assert len(delays._files) == 1
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no Linux")
 def test_this_thread_has_waited_for_some_time_or_none() -> None:
     delays = RunDelays()

@@ -11,7 +11,8 @@ _DELAY = 1  # field of Linux's schedstat, in nanoseconds
 class RunDelays:
     """Reads how long threads were ready to run while other threads had their cores.
 
-    Linux counts it; elsewhere nothing is known. Files stay open until this object is collected.
+    Linux counts it; elsewhere nothing is known. The files of the threads that were asked for last
+    stay open.
     """
 
     def __init__(self, tasks: Path = _TASKS) -> None:
@@ -32,10 +33,14 @@ class RunDelays:
         Returns:
             None where the system doesn't say.
         """
+        wanted = set(threads)
+        if not self._files.keys() <= wanted:
+            self._close()
         try:
-            fields = [os.pread(self._file(thread), 100, 0).split() for thread in threads]
+            fields = [os.pread(self._file(thread), 100, 0).split() for thread in wanted]
             return sum(int(values[_DELAY]) for values in fields) / 1e9
         except (OSError, IndexError, ValueError):
+            self._close()  # a thread that has ended may give its id to another one
             return None
 
     def _file(self, thread: int) -> int:
@@ -45,6 +50,9 @@ class RunDelays:
             file = self._files[thread] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return file
 
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
     def __del__(self) -> None:
-        for file in self._files.values():
-            os.close(file)
+        self._close()

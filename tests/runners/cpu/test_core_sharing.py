@@ -1,6 +1,7 @@
 """Fewer threads run while threads wait for cores, and one more is tried now and then."""
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ class TimedPool(ThreadPool):
 
     def run_on_standby(self, function: object, *arguments: object) -> None:
         self.used.append(self.running)
-        self.now += 0.005
+        self.now += 0.00501  # four to a window
 
 
 class SharedCore(RunDelays):
@@ -144,6 +145,16 @@ def test_measurements_have_all_threads(pool: TimedPool) -> None:
         for _ in range(20):
             sharing.run(print)
     assert pool.used[-20:] == [2] * 20
+
+
+def test_windows_in_which_callers_take_turns_say_nothing(pool: TimedPool) -> None:
+    sharing = CoreSharing(pool, SharedCore(pool), lambda: pool.now)
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(30):
+            for _ in range(3):
+                sharing.run(print)
+            other.submit(sharing.run, print).result()  # ends the window of 20 ms
+    assert set(pool.used) == {2}
 
 
 def test_systems_that_count_no_waiting_use_all_threads(pool: TimedPool) -> None:

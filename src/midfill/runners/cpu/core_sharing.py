@@ -7,6 +7,7 @@ on their number.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,6 +107,7 @@ class CoreSharing:
         self._count = ThreadCount.of(pool.threads)
         self._ended = 0.0  # when the last kernel did
         self._spent = 0.0  # of the window, in kernels
+        self._threads: list[int] = []  # of the window, the calling one first
         self._delay_before: float | None = None
         self._told = self._paused = False
 
@@ -137,17 +139,16 @@ class CoreSharing:
         self._count.try_more(now)
         self._pool.running = self._count.current
         self._spent = 0.0
-        self._delay_before = self._delays.total(self._threads())
+        self._threads = self._pool.thread_ids()[: self._pool.running]
+        self._delay_before = self._delays.total(self._threads)
 
     def _end_window(self) -> None:
-        after = self._delays.total(self._threads())
+        after = self._delays.total(self._threads)
         self._spent, spent = 0.0, self._spent
-        if after is None or self._delay_before is None:
+        is_same = self._threads[0] == threading.get_native_id()  # who calls may change
+        if after is None or self._delay_before is None or not is_same:
             return
         self._count.observe(self._ended, spent, after - self._delay_before)
         if self._count.current < self._pool.running and not self._told:
             self._told = True
             _log.info("other processes keep cores busy: steps run on fewer threads meanwhile")
-
-    def _threads(self) -> list[int]:
-        return self._pool.thread_ids()[: self._pool.running]
