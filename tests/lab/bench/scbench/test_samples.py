@@ -6,6 +6,7 @@ import random
 import pytest
 
 from midfill.errors import MidfillError
+from midfill_lab.bench.scbench.global_information import PASSAGES_PER_PART
 from midfill_lab.bench.scbench.packages import PackageTexts
 from midfill_lab.bench.scbench.samples import SampleMaker, take_items
 from midfill_lab.bench.scbench.tasks import TASKS, Task
@@ -59,3 +60,17 @@ def test_too_short_a_length_is_refused(task: Task, maker: SampleMaker) -> None:
 def test_no_more_items_are_taken_than_there_are(texts: PackageTexts) -> None:
     with pytest.raises(MidfillError, match="hold 600 functions, 601 are needed: choose a shorter"):
         take_items(random.Random(0), texts.functions, 601, "functions")
+
+
+def test_texts_may_run_out_where_fewer_fill_the_context(
+    texts: PackageTexts, maker: SampleMaker
+) -> None:
+    task = TASKS["summary"]
+    sample = maker.make("summary", task.draft, 0)
+    parts = sample.text.count("Part ")
+    enough = dataclasses.replace(texts, passages=texts.passages[: PASSAGES_PER_PART * (parts + 1)])
+    again = dataclasses.replace(maker, texts=enough).make("summary", task.draft, 0)
+    assert again.text.count("Part ") == parts
+    few = dataclasses.replace(texts, passages=texts.passages[: PASSAGES_PER_PART * (parts - 1)])
+    with pytest.raises(MidfillError, match=f"{PASSAGES_PER_PART * parts} are needed"):
+        dataclasses.replace(maker, texts=few).make("summary", task.draft, 0)

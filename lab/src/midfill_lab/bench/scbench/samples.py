@@ -147,27 +147,37 @@ class SampleMaker:
             MidfillError: the installed packages hold too little text for the length.
         """
 
-        def at(items: int) -> Sample:
+        lacking: dict[int, MidfillError] = {}
+
+        def at(items: int) -> Sample | None:
             rng = random.Random(f"{self.seed}/{task}/{number}")
-            return self._sample(task, number, draft(rng, items, self.turns, self.texts))
+            try:
+                return self._sample(task, number, draft(rng, items, self.turns, self.texts))
+            except MidfillError as error:
+                lacking[items] = error
+                return None
 
         few = self.turns + 1
         fits = at(few)
+        if fits is None:
+            raise lacking[few]
         if fits.tokens > self.length:
             raise OptionError(
                 f"--length {self.length} is too short for {task} with {self.turns} questions:"
                 f" it takes {fits.tokens} tokens at least"
             )
         many = 2 * few
-        while (larger := at(many)).tokens <= self.length:
+        while (larger := at(many)) is not None and larger.tokens <= self.length:
             few, fits, many = many, larger, 2 * many
         while many - few > 1:
             middle = (few + many) // 2
             found = at(middle)
-            if found.tokens <= self.length:
+            if found is not None and found.tokens <= self.length:
                 few, fits = middle, found
             else:
                 many = middle
+        if many in lacking:  # one more might still fit
+            raise lacking[many]
         return fits
 
     def _sample(self, task: str, number: int, draft: Draft) -> Sample:
