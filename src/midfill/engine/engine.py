@@ -48,10 +48,14 @@ from midfill.engine.step.batching import ScheduledSequence, observed_rows, sched
 from midfill.engine.step.counters import EngineCounters, TenantCounters
 from midfill.engine.step.layered_step import StepOutputs, run_interruptible_step, run_step
 from midfill.engine.step.plan_execution import PlanExecution
-from midfill.engine.step.prompt_scores import record_scores
 from midfill.engine.step.speculation import DraftCounts, Speculation
 from midfill.engine.step.step_commit import StepCommit
-from midfill.engine.step.verification import append_token, sibling_groups, verify
+from midfill.engine.step.verification import (
+    append_token,
+    record_scores,
+    sibling_groups,
+    verify,
+)
 from midfill.engine.validation import validate
 from midfill.errors import InvalidRequestError
 from midfill.kv.tiers.warm_tier import WarmTier

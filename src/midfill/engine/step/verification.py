@@ -6,9 +6,13 @@ constraint. If the sampled token is the drafted one, the logits that follow it a
 already, and the next token is sampled at once. So the tokens are those of one step each, greedy or
 sampled, whatever was drafted. (Speculative sampling after Leviathan et al. preserves the
 distribution only, but accepts more often at high temperatures.)
+
+A prompt's own tokens are scored by the logits before them: one of n tokens has n - 1 scores, from
+all its rows but the last. Rows whose KV is cached would have to be computed for their logits again,
+so such a prompt reuses only what precedes its first missing score.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -18,15 +22,18 @@ from midfill.arrays import RunnerArray
 from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
 from midfill.engine.sampling.sampler import (
+    MAX_ROWS_AT_ONCE,
     SampledToken,
     SampleRow,
     adjust_logits,
     is_greedy,
     sample,
+    token_logprobs,
 )
 from midfill.engine.sampling.vocabulary import Vocabulary
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence
+from midfill.runners.forward.logits import LogitsOps
 from midfill.runners.forward.runner import Runner
 
 
@@ -259,3 +266,31 @@ def _append(verification: Verification, token: SampledToken | None, vocabulary: 
     elif sequence.length >= sequence.max_length:
         verification.finish_reason = "length"
     return verification.finish_reason is None
+
+
+def record_scores(
+    ops: LogitsOps, logits: RunnerArray, scheduled: Collection[ScheduledSequence]
+) -> None:
+    """Append the scores that a step has computed to the sequences that want them.
+
+    Args:
+        ops: of the runner that computed the logits.
+        logits: [outputs, vocab] float32, in the order of ``build_batch``.
+        scheduled: the step.
+    """
+    if all(entry.sequence.prompt_logprobs is None for entry in scheduled):
+        return
+    row = 0
+    for entry in scheduled:
+        scored, outputs, sequence = entry.scored_rows, entry.outputs, entry.sequence
+        if scored:
+            assert sequence.prompt_logprobs is not None
+            first = sequence.computed + scored.start + 1
+            token_ids = sequence.tokens[first : first + len(scored)].tolist()
+            wanted = sequence.params.prompt_logprobs or 0
+            for at in range(0, len(scored), MAX_ROWS_AT_ONCE):
+                some = token_ids[at : at + MAX_ROWS_AT_ONCE]
+                found = logits[row + at : row + at + len(some)]
+                rows = [ops.mask_nonfinite(vector) for vector in found]
+                sequence.prompt_logprobs += token_logprobs(ops, rows, some, [wanted] * len(some))
+        row += outputs
