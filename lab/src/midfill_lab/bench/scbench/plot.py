@@ -50,17 +50,15 @@ def plot_scbench(report: SCBenchReport, path: Path) -> None:
     groups = families(report.methods[1:])
     if not groups:
         raise ValueError("there is nothing to plot beside full KV")
-    lines = lines_of(groups)
-    places = [
-        (length, measure, ordinate, line)
-        for length in report.options.lengths
-        for line in lines
-        for measure, ordinate in _ORDINATES
-        if _is_known(
-            LengthResults(report, length), [m for kind in line for m in groups[kind]], measure
-        )
-    ]
-    widest = max(sum(len(groups[kind]) + 1 for kind in line) for line in lines)
+    places = []
+    for length in report.options.lengths:
+        results = LengthResults(report, length)
+        for line in lines_of(groups):
+            for measure, ordinate in _ORDINATES:
+                known = [kind for kind in line if _is_known(results, groups[kind], measure)]
+                if known:
+                    places.append((length, measure, ordinate, known))
+    widest = max(sum(len(groups[kind]) + 1 for kind in line) for *_, line in places)
     figure = Figure(figsize=(4 + widest, 3.2 * len(places)), layout="constrained")
     parts: Any = figure.subfigures(len(places), 1, squeeze=False)
     for (part,), (length, measure, ordinate, line) in zip(parts, places, strict=True):
