@@ -75,6 +75,14 @@ def test_what_the_last_answer_proposed_is_drafted(tmp_path: Path, streamed: bool
         assert steps < 10
 
 
+def test_a_stream_that_is_collected_amid_an_encoding_blocks_nothing(llm: LLM) -> None:
+    stream = llm.infill_stream("abandoned = ", "\n", GREEDY)
+    next(stream)
+    with llm._encoding:
+        del stream
+    assert llm.infill("abandoned = ", "\n", GREEDY).usage.completion_tokens == 12
+
+
 def test_infill_reuses_what_it_computed(llm: LLM) -> None:
     prefix, suffix = "total = 0\n" * 45, "print(total)\n" * 10
     first = llm.infill(prefix, suffix, GREEDY)

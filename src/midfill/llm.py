@@ -466,8 +466,13 @@ class LLM:
         try:
             yield from self._engine.answer(responses, sampling)
         finally:
-            with self._encoding:
-                self._prompts.record_answers(map(answered, responses))
+            # A stream that nobody closed ends whenever it is collected, even amid an encoding on
+            # this very thread. An answer that isn't recorded is only not drafted later.
+            if self._encoding.acquire(blocking=False):
+                try:
+                    self._prompts.record_answers(map(answered, responses))
+                finally:
+                    self._encoding.release()
 
 
 def _infill_request(prefix: str, suffix: str, options: InfillOptions) -> InfillRequest:
