@@ -11,6 +11,7 @@ from midfill.cli.usage import CommandLine
 COMMANDS = {
     "attacks": "reliability.attacks",
     "autotuning": "autotuning",
+    "beyond-context": "beyond_context",
     "cached-documents": "cached_documents",
     "cascade": "cascade",
     "codecs": "codecs",

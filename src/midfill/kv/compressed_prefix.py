@@ -16,6 +16,8 @@ class CompressedPrefix:
     Attributes:
         tokens: how many leading tokens it stands for.
         gapless: whether its keys were moved together, so that they lie side by side.
+        origin: number of the token that would be at position 0: later tokens are at positions that
+            are smaller than their numbers by as much.
         index: its cells.
         numbers: [n] int32, which token each of the index's cells is of; -1 where it stands for
             several.
@@ -30,15 +32,18 @@ class CompressedPrefix:
         allocator: SlotAllocator,
         gapless: bool = False,
         numbers: Int32Array | None = None,
+        origin: int = 0,
     ) -> None:
         """Own ``slots`` for one sequence; they return to ``allocator``.
 
         Args:
-            tokens, index, slots, gapless, numbers: see above; None says of no cell.
+            tokens, index, slots, gapless, origin: see above.
+            numbers: see above; None says of no cell.
             allocator: where the slots come from.
         """
         self.tokens = tokens
         self.gapless = gapless
+        self.origin = origin
         self.index = index
         self.slots = slots
         self.numbers = np.full(len(index.cells), -1, np.int32) if numbers is None else numbers

@@ -6,7 +6,8 @@ that stay are copied into slots of the sequence's own, packed, and its path in t
 released. Whatever follows is computed over the cells. A method with an interval decides again and
 again while the answer grows: it sees the cells and the slots of later tokens as one list of keys,
 and what stays is packed into the sequence's slots anew, where cells move only into places of those
-that don't stay.
+that don't stay. Where keys lie side by side, positions never come to an end: before they would, all
+keys move to the first ones, and the next token after them.
 """
 
 from collections.abc import Sequence
@@ -72,9 +73,21 @@ class Eviction:
         keys = self.keys(kv, point)
         selection = state.compressor.select(self.full_layers.keys(keys), state.take())
         state.pass_point(point)
-        return selection is None or self.apply(kv, keys, selection, point)
+        ahead = state.tokens_ahead
+        prefix = kv.prefix
+        if selection is None and prefix is not None and prefix.gapless:
+            ends = self._ends(point - prefix.origin + ahead)
+            selection = Selection.of_all(keys.counts) if ends else None
+        return selection is None or self.apply(kv, keys, selection, point, ahead)
 
-    def apply(self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, point: int) -> bool:
+    def apply(
+        self,
+        kv: SequenceKV,
+        keys: SequenceKeys,
+        selection: Selection,
+        point: int,
+        ahead: int = 0,
+    ) -> bool:
         """Do what a method has decided about a sequence's first ``point`` tokens.
 
         Args:
@@ -82,6 +95,7 @@ class Eviction:
             keys: of these tokens, in all layers.
             selection: what stays, in the layers that methods decide on.
             point: number of its computed tokens.
+            ahead: how many tokens may follow until the next decision.
 
         Returns:
             See ``evict``.
@@ -91,7 +105,10 @@ class Eviction:
         selection = self.full_layers.complete(selection, keys.counts)
         if kv.prefix is not None and kv.prefix.gapless != selection.close_gaps:
             raise ValueError("gaps have to be closed every time or never")
-        return self._replace(kv, keys, selection, point)
+        origin = 0 if kv.prefix is None else kv.prefix.origin
+        if selection.close_gaps and self._ends(point - origin + ahead):
+            origin = point - int(selection.indptr[1])
+        return self._replace(kv, keys, selection, point, origin)
 
     def keys(self, kv: SequenceKV, tokens: int) -> SequenceKeys:
         """Return a view of the keys of a sequence's first tokens."""
@@ -105,10 +122,15 @@ class Eviction:
         cells = [np.concatenate(pair) for pair in zip(kept, own, strict=True)]
         return SequenceKeys(config, cells, self._runner.cells, index.quantized)
 
+    def _ends(self, position: int) -> bool:
+        """Whether there are fewer positions than that."""
+        return position > self._runner.config.context
+
     def _replace(
-        self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, tokens: int
+        self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, tokens: int, origin: int
     ) -> bool:
         """Pack the cells that stay into slots of the sequence's own, and release all others."""
+        back = origin - (0 if kv.prefix is None else kv.prefix.origin)
         store, layout, added = self._runner.cells, _Layout.of(selection), selection.added
         terms = layout.terms(selection.terms or _kept_terms(kv, selection), added)
         shared = kv.prefix is not None and kv.prefix.index.shared
@@ -123,7 +145,7 @@ class Eviction:
             return False
         stays, taken = self._standing(kept, kv.own_slots()[:slots_needed], slots_needed)
         shift = np.zeros(len(kept), np.int32)
-        shift[: len(exact)] = selection.shift(keys.counts)[first]
+        shift[: len(exact)] = selection.shift(keys.counts, back)[first]
         moving, turning = np.flatnonzero(~stays & (shift == 0)), np.flatnonzero(shift)
         moved = store.take(kept[moving])
         turned = store.take(kept[turning], shift[turning] if len(turning) else None)
@@ -144,7 +166,9 @@ class Eviction:
         index = RaggedIndex(cells, layout.indptr, terms, shared, quantized)
         # The slots have an owner before anything can fail.
         gapless = selection.close_gaps
-        kv.prefix = CompressedPrefix(tokens, index, slots, self.pool.slots, gapless, numbers)
+        kv.prefix = CompressedPrefix(
+            tokens, index, slots, self.pool.slots, gapless, numbers, origin
+        )
         store.put(places[moving], moved)
         store.put(places[turning], turned)
         if added is not None:

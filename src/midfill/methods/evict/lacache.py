@@ -3,7 +3,8 @@
 Source: Shi et al., "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large
 Language Models", ICML 2025, arXiv 2507.14204, sections 3.2 (ladder) and 3.3 (iterative compaction).
 Which tokens stay depends on positions alone, so no query is observed. Keys have the distances that
-they have within the cache, see ``Selection.close_gaps``.
+they have within the cache, see ``Selection.close_gaps``, and an answer may outgrow the model's
+context.
 
 Old tokens are compacted block by block: of each block of tokens, every layer keeps a few that lie
 side by side, and deeper layers keep later ones. A cursor goes over the cache and begins again at
@@ -83,8 +84,7 @@ class LaCache(MethodDefaults):
         Raises:
             InvalidRequestError: see ``for_model``.
         """
-        span = int(self.span) if self.span >= 1 else max(1, round(self.span * config.layers))
-        ladder = Ladder(config.layers, span, self.overlap, self.sinks, self.ladder)
+        ladder = self._ladder(config)
         require(
             not (1 <= self.budget <= ladder.least),
             f"budget must be above {ladder.least} for a model of {config.layers} layers, not "
@@ -92,6 +92,22 @@ class LaCache(MethodDefaults):
             "step of the ladder always stay",
         )
         return LadderCache(self, ladder)
+
+    def held_tokens(self, prompt: int, config: ModelConfig) -> int | None:
+        """See ``RollingMethod``."""
+        held = self.cache_size(prompt, self._ladder(config)) + self.interval
+        return held if self.interval else None
+
+    def cache_size(self, prompt: int, ladder: "Ladder") -> int:
+        """Return how many tokens the cache may hold after a prompt of so many.
+
+        Compaction frees some tokens at a time, so that the cache is full on average.
+        """
+        return budget_tokens(self.budget, prompt, ladder.least) + ladder.freed // 2
+
+    def _ladder(self, config: ModelConfig) -> "Ladder":
+        span = int(self.span) if self.span >= 1 else max(1, round(self.span * config.layers))
+        return Ladder(config.layers, span, self.overlap, self.sinks, self.ladder)
 
 
 @dataclass(frozen=True)
@@ -220,9 +236,7 @@ class LadderCache:
         count, kv_heads = int(keys.counts[0]), keys.config.kv_heads
         is_prompt = not self.size
         if is_prompt:
-            # Compaction frees some tokens at a time, so that the cache is full on average.
-            self.size = budget_tokens(self.method.budget, count, self.ladder.least)
-            self.size += self.ladder.freed // 2
+            self.size = self.method.cache_size(count, self.ladder)
             self.cursor = self.method.sinks
         if count <= self.size:
             return None

@@ -170,6 +170,19 @@ class RecallingMethod(Protocol):
         """
 
 
+@runtime_checkable
+class RollingMethod(Protocol):
+    """A method of keys side by side that never become more: answers may outgrow the context."""
+
+    def held_tokens(self, prompt: int, config: ModelConfig) -> int | None:
+        """Return how many tokens a layer holds at most while an answer grows; None: ever more.
+
+        Args:
+            prompt: tokens of the prompt.
+            config: the model.
+        """
+
+
 class MethodDefaults:
     """Answers of a method that observes nothing and decides once; fields of the same name win."""
 

@@ -1,7 +1,7 @@
 """Selection: which of a sequence's keys stay in the KV cache, layer by layer and head by head."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,7 +55,8 @@ class Selection:
         close_gaps: move the keys that stay towards the next token, which keeps its position, until
             they lie side by side. All heads have to keep equally many. Only distances count, so
             that is the same as numbering the keys within the cache, and moves fewer of them: where
-            a window rolls on, the sinks. A sequence whose gaps were closed once closes them always.
+            a window rolls on, the sinks. Where positions come to an end, all of them and the next
+            token move to the first ones. A sequence whose gaps were closed once closes them always.
             Otherwise keys keep their positions.
         added: keys that come to those that stay; None adds none. Gaps can't be closed then.
         quantized: blocks that each head gets after those that it has, for keys that don't stay;
@@ -82,17 +83,18 @@ class Selection:
         chosen, indptr = np.concatenate(ordered).astype(np.int32), ends.astype(np.int32)
         return cls(chosen, indptr, added=added, quantized=quantized)
 
-    def shift(self, counts: Int32Array) -> Int32Array:
+    def shift(self, counts: Int32Array, back: int = 0) -> Int32Array:
         """Return by how many positions each key moves: [n] int32, 0 unless gaps are closed.
 
         Args:
             counts: [layers * kv_heads] int32, keys that each head holds now.
+            back: by how many positions the next token moves back, and all keys with it.
         """
         if not self.close_gaps:
             return np.zeros_like(self.kept)
         sizes = np.diff(self.indptr)
         number = np.arange(len(self.kept), dtype=np.int32) - np.repeat(self.indptr[:-1], sizes)
-        return number - self.kept + np.repeat(counts - sizes, sizes)
+        return number - self.kept + np.repeat(counts - sizes - np.int32(back), sizes)
 
     @classmethod
     def of_tokens(cls, kept: Int32Array, heads: int) -> "Selection":
@@ -103,6 +105,16 @@ class Selection:
             heads: layers * kv_heads.
         """
         return cls.of_heads([kept] * heads)
+
+    @classmethod
+    def of_all(cls, counts: Int32Array) -> "Selection":
+        """Return the selection of all keys, which lie side by side.
+
+        Args:
+            counts: [layers * kv_heads] int32, keys that each head holds: equally many.
+        """
+        every = np.arange(counts[0], dtype=np.int32)
+        return replace(cls.of_tokens(every, len(counts)), close_gaps=True)
 
     def check(self, counts: Int32Array, quantized: Int32Array | int = 0) -> None:
         """Check that it selects from heads that hold ``counts`` [layers * kv_heads] keys.

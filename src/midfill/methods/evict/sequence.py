@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from midfill.arrays import Float32Array
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.evict.cascade import Cascade, CascadeSize, CascadingMethod
 from midfill.methods.evict.eviction import Eviction
-from midfill.methods.evict.method import CompressionMethod
-from midfill.methods.evict.state import CompressionState
+from midfill.methods.evict.method import CompressionMethod, RollingMethod
+from midfill.methods.evict.state import LONGEST_CHECK, CompressionState
 from midfill.methods.evict.succession import Succession
 from midfill.methods.sequence_method import (
     Aspect,
@@ -15,10 +17,15 @@ from midfill.methods.sequence_method import (
     Prefill,
     RequestFacts,
     SequenceMethod,
+    SequenceRows,
     SequenceView,
 )
 from midfill.runners.forward.layer_rows import LayerRows, RowChanges
 from midfill.runners.forward.runner import Runner
+
+_NO_END = 2**31 - 1
+"""Tokens of an answer that the context doesn't end. The KV cache does, since an answer that is
+preempted is computed anew."""
 
 
 class EvictedSequence(SequenceMethod):
@@ -91,6 +98,15 @@ class EvictedSequence(SequenceMethod):
         assert sequence.kv is not None
         self._cascade.begin(sequence.kv)
         return self._cascade
+
+    def arrange(
+        self, sequence: SequenceView, first: int, end: int, rows: SequenceRows
+    ) -> SequenceRows:
+        """See ``SequenceMethod``: positions may have begun anew."""
+        prefix = None if sequence.kv is None else sequence.kv.prefix
+        if prefix is None or not prefix.origin:
+            return rows
+        return rows._replace(positions=rows.positions - np.int32(prefix.origin))
 
     def observed_rows(self, sequence: SequenceView, tokens: int, drafted: int) -> range:
         """See ``SequenceMethod``."""
@@ -188,6 +204,18 @@ class EvictionKind(PlainLengths):
         if trims is not None and trims.kept_tokens(prompt) is not None:
             cascade = Cascade(trims, self._runner, self._eviction.full_layers, prompt)
         return EvictedSequence(name, self._eviction, states, cascade)
+
+    def max_length(self, methods: Sequence[object], request: RequestFacts, most: int) -> int:
+        """See ``MethodKind.max_length``: answers over a cache that rolls on have no end."""
+        config, rolling = self._runner.config, methods[0]
+        if len(methods) > 1 or not isinstance(rolling, RollingMethod):
+            return most
+        if most < config.context or request.compress_after >= most:
+            return most  # so the user says, or the prompt comes to its end before a decision
+        if self._eviction.full_layers.is_part:
+            return most
+        held = rolling.held_tokens(request.compress_after, config)
+        return most if held is None or held + LONGEST_CHECK > config.context else _NO_END
 
     def fitting_tokens(self, methods: Sequence[object], request: RequestFacts) -> int | None:
         """See ``MethodKind.fitting_tokens``."""

@@ -6,6 +6,10 @@ from midfill.arrays import Float32Array, Int32Array
 from midfill.methods.evict.method import CompressionMethod, RecallingMethod, SequenceCompressor
 from midfill.models.config import ModelConfig
 
+LONGEST_CHECK = 128
+"""Tokens by which the check for an empty answer may put off the first point after the prompt: one
+for each byte that an answer can have to begin with."""
+
 
 class CompressionState:
     """A method at work on one sequence.
@@ -68,6 +72,12 @@ class CompressionState:
     def next_point(self) -> int:
         """The next point, where it ``decides_again`` and nothing puts the point off."""
         return self.last_point + self._method.interval if self.points else self.first_point
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens that may follow a point until the next; 0 where there is none."""
+        interval = self._method.interval
+        return interval + LONGEST_CHECK if interval else 0
 
     def observed_rows(self, computed: int, tokens: int, drafted: int) -> range:
         """Return which rows of a step have their queries observed, counted from its first one.

@@ -2,7 +2,8 @@
 
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
 arXiv 2309.17453, section 3.2. The paper numbers keys within the cache: the first one that stays has
-position 0, the next 1, and so on. Here they have the same distances, see ``Selection.close_gaps``.
+position 0, the next 1, and so on. Here they have the same distances, see ``Selection.close_gaps``,
+and an answer may outgrow the model's context as it does there.
 
 The paper's prompts go through the rolling cache, too. Here a prompt is computed exactly, as its KV
 is what the next request finds, and cut once it is.
@@ -39,6 +40,11 @@ class StreamingLLM(MethodDefaults):
         require(self.sinks >= 0, f"sinks can't be {self.sinks}")
         check_budget(self.budget, self.sinks)
         check_interval(self.interval)
+
+    def held_tokens(self, prompt: int, config: ModelConfig) -> int | None:
+        """See ``RollingMethod``."""
+        held = budget_tokens(self.budget, prompt, self.sinks) + self.interval
+        return held if self.interval else None
 
     def start(self, config: ModelConfig) -> "RollingWindow":
         """Return the window of one sequence."""
