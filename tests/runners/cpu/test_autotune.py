@@ -93,6 +93,46 @@ def test_work_beside_the_measurement_changes_nothing(model: PackedModel, first: 
     np.testing.assert_array_equal(tuned.max(axis=1), tallest)
 
 
+class Waiting:
+    """Threads that wait for cores during some measurements, of which each asks twice."""
+
+    def __init__(self, during: range) -> None:
+        self.during = during
+        self.asked = 0
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        measurement, is_end = divmod(self.asked, 2)
+        self.asked += 1
+        self.seconds += 1000.0 / (measurement + 1) * (is_end and measurement in self.during)
+        return self.seconds
+
+
+def test_what_was_measured_beside_busy_processes_is_measured_again(model: PackedModel) -> None:
+    chip, waiting = Chip(), Waiting(range(2))
+    runs = []
+    for _ in range(5):
+        autotune_tile_rows(model, 2, chip, waited=waiting)
+        runs.append(chip.runs)
+    first, second, third, fourth, fifth = runs
+    assert 0 < first < second < third == fourth == fifth, "the third measurement was undisturbed"
+
+
+def test_on_a_machine_that_is_always_busy_only_some_starts_measure(model: PackedModel) -> None:
+    waiting = Waiting(range(100))
+    chip = Chip()
+    tuned = [autotune_tile_rows(model, 2, chip, waited=waiting) for _ in range(8)]
+    assert waiting.asked == 2 * 4
+    # What was disturbed least is kept: the last here.
+    np.testing.assert_array_equal(tuned[-1], tuned[3])
+
+
+def test_a_measurement_that_was_disturbed_more_is_not_kept(model: PackedModel) -> None:
+    calm = autotune_tile_rows(model, 2, Chip(), waited=iter([0.0, 5.0]).__next__)
+    again = autotune_tile_rows(model, 2, BusyChip(range(0)), waited=iter([0.0, 5000.0]).__next__)
+    np.testing.assert_array_equal(again, calm)
+
+
 def test_tiles_on_amx_are_measured_too_where_it_may_be_used(model: PackedModel) -> None:
     chip = Chip()
     tuned = autotune_tile_rows(model, 2, chip, AmxUse.AUTO)

@@ -3,7 +3,8 @@
 Measured with the model itself: its last two layers and its head run over the same rows, with
 tiles of each height in turn. Then the whole model runs over one row with each way to prefetch
 weights in turn: where a step reads all of them, they come from memory, as in serving. The result
-is kept beside the compiled kernels, so later starts only read it.
+is kept beside the compiled kernels, so later starts only read it. If other processes kept the
+threads from their cores meanwhile, the next few starts measure again, until once they didn't.
 
 Where AMX may be used, tiles of 16 and 48 rows run on it. They are measured like any others, matrix
 by matrix, so AMX multiplies only what it multiplies faster.
@@ -47,18 +48,36 @@ AMX_MEASURED_ROWS = MAX_AMX_ROWS
 """A multiple of every height that is tried with AMX."""
 _HEIGHTS = (1, 2, 3, 4, 6, 8)
 _AMX_HEIGHTS = (AMX_ROWS, MAX_AMX_ROWS)
-_VERSION = 2  # of what is measured and kept
+_VERSION = 3  # of what is measured and kept
 _MIN_REPEATS = 5
 _MAX_REPEATS = 15
 _SECONDS = 0.5  # after which there are no more repeats than the least
 _MIN_GAIN = 1.03
 """How many times as fast others must be than the tallest tiles: measurements differ, too."""
+_MOST_WAITING = 0.1
+"""Share of a measurement in which threads may wait for cores; otherwise it is repeated."""
+_MOST_STARTS = 4
+"""That measure, on a machine that is always busy."""
 _PHASES = (QKV, OUTPUT, GATE_UP, DOWN, HEAD)
 """In which each of ``tiles.MATRICES`` is computed."""
 
 
 class _Kept(msgspec.Struct):
+    """A file.
+
+    Attributes:
+        tile_rows: the table.
+        waiting: share of the measurement in which threads waited for cores.
+        starts: how many have measured.
+    """
+
     tile_rows: list[list[int]]
+    waiting: float
+    starts: int
+
+    @property
+    def is_final(self) -> bool:
+        return self.waiting <= _MOST_WAITING or self.starts >= _MOST_STARTS
 
 
 def default_tile_rows(model: PackedModel) -> TileTable:
@@ -81,6 +100,7 @@ def autotune_tile_rows(
     threads: int,
     measure: Callable[[TileTable, int], Int64Array],
     amx: AmxUse = AmxUse.OFF,
+    waited: Callable[[], float | None] = lambda: None,
 ) -> TileTable:
     """Return the tile rows measured for such a model on this chip, now or by an earlier process.
 
@@ -91,18 +111,31 @@ def autotune_tile_rows(
             the chip's counter can't be read. One row runs through the whole model;
             ``AMX_MEASURED_ROWS`` with AMX, else ``MEASURED_ROWS``, through some layers.
         amx: whether tiles on AMX are measured; where it is on, nothing is.
+        waited: returns the seconds that the threads have waited for cores so far, all together;
+            None where the system doesn't say.
     """
     if amx is AmxUse.ON:
         return amx_tile_rows(model)
     with_amx = amx is AmxUse.AUTO
     path = compiled_folder() / f"tiles-{_key(model, threads, with_amx)}.json"
-    table = _read(path, model, with_amx)
-    if table is None:
+    kept = _read(path, model, with_amx)
+    if kept is None or not kept.is_final:
+        before, started = waited(), time.monotonic()
         table = _measure_all(model, measure, with_amx)
         _measure_prefetches(table, measure)
-        kept = msgspec.json.encode(_Kept(table.tolist()))
-        store_file(path, lambda partial: partial.write_bytes(kept))
-    return table
+        waiting = _share(before, waited(), threads * (time.monotonic() - started))
+        starts = 1 if kept is None else kept.starts + 1
+        if kept is None or waiting < kept.waiting:
+            kept = _Kept(table.tolist(), waiting, starts)
+        kept.starts = starts
+        data = msgspec.json.encode(kept)
+        store_file(path, lambda partial: partial.write_bytes(data))
+    return np.array(kept.tile_rows, np.uint8)
+
+
+def _share(before: float | None, after: float | None, seconds: float) -> float:
+    """Return which share of a time threads have waited; 0 where nothing is known."""
+    return 0.0 if before is None or after is None else (after - before) / max(seconds, 1e-9)
 
 
 def _measure_all(
@@ -198,12 +231,13 @@ def _key(model: PackedModel, threads: int, with_amx: bool) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, model: PackedModel, with_amx: bool) -> TileTable | None:
-    """Return the tile rows in a file; None if it is missing or makes no sense."""
+def _read(path: Path, model: PackedModel, with_amx: bool) -> _Kept | None:
+    """Return what a file holds; None if it is missing or makes no sense."""
     try:
-        rows = msgspec.json.decode(path.read_bytes(), type=_Kept).tile_rows
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
     except (OSError, msgspec.MsgspecError):
         return None
+    rows = kept.tile_rows
     if [len(row) for row in rows] != [MAX_TABLE_ROWS + 1] * len(MATRICES):
         return None
     if any(row[PREFETCH] not in [*Prefetch] for row in rows):
@@ -215,4 +249,4 @@ def _read(path: Path, model: PackedModel, with_amx: bool) -> TileTable | None:
         for left, (height, usual) in enumerate(zip(row[1:], even[1:], strict=True), 1)
     ):
         return None
-    return np.array(rows, np.uint8)
+    return kept

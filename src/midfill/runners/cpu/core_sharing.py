@@ -121,6 +121,14 @@ class CoreSharing:
         finally:
             self._paused = False
 
+    def waited(self) -> float | None:
+        """Return the seconds that all threads have waited for cores so far, all together.
+
+        Returns:
+            None where the system doesn't say.
+        """
+        return self._delays.total(self._pool.thread_ids())
+
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a kernel on standby, see ``ThreadPool.run_on_standby``."""
         if self._pool.threads == 1 or self._paused:

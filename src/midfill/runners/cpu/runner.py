@@ -190,7 +190,9 @@ class CpuRunner:
             amx = AmxUse.OFF
         if slots >= MEASURED_ROWS or amx is AmxUse.ON:
             progress("measuring kernels", 0, 1)
-            self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self.time_tiles, amx)
+            self._tile_rows[:] = autotune_tile_rows(
+                self.model, self.threads, self.time_tiles, amx, self._sharing.waited
+            )
 
     @classmethod
     def load(
