@@ -22,7 +22,7 @@ from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
-from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompt import Prompt, PromptAnswer
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
@@ -151,7 +151,7 @@ class TypingSession:
         prefix, suffix = text[:caret], text[caret + _HOLE :]
         first = self._prompt(prefix, suffix)
         answered = self._answer(first)
-        self._encoder.record_answers([(first, answered.token_ids)])
+        self._encoder.record_answers([PromptAnswer(first, answered.token_ids)])
         written = self._text(first, answered)
         if len(written) <= max(TYPED):
             return False

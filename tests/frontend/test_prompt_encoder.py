@@ -9,7 +9,7 @@ import pytest
 
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.chat import ChatTemplate
-from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompt import Prompt, PromptAnswer
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context_files import ContextFile
@@ -79,7 +79,8 @@ class TestPredictions:
         """Record an answer of that text, with what it has to begin with."""
         prompt = self.ask(prompts)
         written = prompt.begins_with.decode() + text
-        prompts.record_answers([(prompt, checkpoint.tokenizer.encode_continuation(written))])
+        tokens = checkpoint.tokenizer.encode_continuation(written)
+        prompts.record_answers([PromptAnswer(prompt, tokens)])
 
     def test_the_rest_of_the_last_answer_is_predicted(
         self, prompts: PromptEncoder, checkpoint: Checkpoint
@@ -99,14 +100,16 @@ class TestPredictions:
     ) -> None:
         prompt = self.ask(prompts, healing=False)
         (end,) = special(checkpoint, "<|endoftext|>")
-        prompts.record_answers([(prompt, [*checkpoint.tokenizer.encode("nt"), end])])
+        tokens = [*checkpoint.tokenizer.encode("nt"), end]
+        prompts.record_answers([PromptAnswer(prompt, tokens)])
         assert self.ask(prompts, healing=False).prediction[-1] == end
 
     def test_an_answer_that_ended_before_it_had_text_predicts_nothing(
         self, prompts: PromptEncoder, checkpoint: Checkpoint
     ) -> None:
         prompt = self.ask(prompts)
-        prompts.record_answers([(prompt, []), (prompt, checkpoint.tokenizer.encode("p"))])
+        tokens = checkpoint.tokenizer.encode("p")
+        prompts.record_answers([PromptAnswer(prompt, []), PromptAnswer(prompt, tokens)])
         assert self.ask(prompts).prediction == ()
 
     def test_characters_that_are_not_whole_are_left_out(
@@ -114,13 +117,13 @@ class TestPredictions:
     ) -> None:
         prompt = self.ask(prompts, healing=False)
         ids = checkpoint.tokenizer.encode("a\N{SLIGHTLY SMILING FACE}")
-        prompts.record_answers([(prompt, ids[:-1])])
+        prompts.record_answers([PromptAnswer(prompt, ids[:-1])])
         again = self.ask(prompts, healing=False)
         assert checkpoint.tokenizer.decode(again.prediction) == "a"
 
     def test_raw_prompts_have_none(self, prompts: PromptEncoder, checkpoint: Checkpoint) -> None:
         prompt = prompts.raw("x = ")
-        prompts.record_answers([(prompt, checkpoint.tokenizer.encode("1"))])
+        prompts.record_answers([PromptAnswer(prompt, checkpoint.tokenizer.encode("1"))])
         assert prompts.raw("x = ").prediction == ()
 
 

@@ -19,7 +19,7 @@ from midfill.frontend.answer import (
 )
 from midfill.frontend.candidates import CandidateSearch, FollowUp
 from midfill.frontend.confidence import ConfidenceCheck
-from midfill.frontend.prompt import LayoutReport, Prompt
+from midfill.frontend.prompt import LayoutReport, Prompt, PromptAnswer
 from midfill.frontend.sampling import PostProcessing, SamplingParams
 from midfill.infill.suggestion import suggestion
 from midfill.models.tokens.tokenizer import Tokenizer
@@ -91,6 +91,7 @@ class PromptGeneration:
     Attributes:
         prompt: the prompt.
         answer_token_ids: what the first answer consists of so far, healed bytes and all.
+        answer_token_bytes: the same as the engine says it, from one that answers in text.
         prompt_tokens: its tokens, if their log probabilities were asked for; empty until the first
             output.
     """
@@ -105,6 +106,7 @@ class PromptGeneration:
     ) -> None:
         self.prompt = prompt
         self.answer_token_ids: list[int] = []
+        self.answer_token_bytes: list[bytes] = []
         self.prompt_tokens: tuple[PromptToken, ...] = ()
         self._tokenizer = tokenizer
         self._search: CandidateSearch | None = None
@@ -192,6 +194,7 @@ class PromptGeneration:
             )
         if output.index == 0:
             self.answer_token_ids += output.token_ids
+            self.answer_token_bytes += output.token_bytes or ()
         return self._answers[output.index].push(output)
 
     def follow_up(self, request: EngineRequest) -> FollowUp:
@@ -207,9 +210,11 @@ class PromptGeneration:
         return None if self._search is None else self._search.refuse(requests)
 
 
-def answered(response: PromptGeneration) -> tuple[Prompt, list[int]]:
-    """Return a prompt and the tokens of its first answer, for ``PromptEncoder.record_answers``."""
-    return response.prompt, response.answer_token_ids
+def answered(response: PromptGeneration) -> PromptAnswer:
+    """Return a prompt and its first answer, for ``PromptEncoder.record_answers``."""
+    return PromptAnswer(
+        response.prompt, response.answer_token_ids, b"".join(response.answer_token_bytes)
+    )
 
 
 def _answer_factory(

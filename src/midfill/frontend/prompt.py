@@ -13,7 +13,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -275,6 +275,20 @@ class Prompt:
             head_tokens=self.head_tokens,
             document=self.document,
         )
+
+
+class PromptAnswer(NamedTuple):
+    """A prompt and the model's answer, as far as there is one.
+
+    Attributes:
+        prompt: the prompt.
+        token_ids: of the answer, healed bytes and all.
+        written: what they stand for, from an engine that answers in text; b"" from others.
+    """
+
+    prompt: Prompt
+    token_ids: Sequence[int]
+    written: bytes = b""
 
 
 def with_token_stops(

@@ -13,7 +13,7 @@ from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.answer_format import find_answer_format
 from midfill.frontend.chat import chat_template_of, count_characters
-from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
+from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptAnswer, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.answer_history import GivenAnswer
 from midfill.infill.context_files import ContextFile, FittingFiles, shown_text
@@ -359,20 +359,18 @@ class PromptEncoder:
         end = () if end_token is None else (end_token,)
         return dataclasses.replace(prompt, prediction=(*ids, *end))
 
-    def record_answers(self, answered: Iterable[tuple[Prompt, Sequence[int]]]) -> None:
-        """Record the answers to prompts of documents, for what they say of the next ones.
-
-        Args:
-            answered: prompts, and all tokens of their answers so far.
-        """
-        for prompt, token_ids in answered:
+    def record_answers(self, answered: Iterable[PromptAnswer]) -> None:
+        """Record the answers to prompts of documents, for what they say of the next ones."""
+        for prompt, token_ids, written in answered:
             if not prompt.document or not token_ids:
                 continue
-            pieces = list(map(self._tokenizer.token_bytes, token_ids))
-            written, healed = b"".join(pieces), prompt.begins_with
+            end_token = None
+            if not written:  # from an engine that answers in tokens
+                pieces = list(map(self._tokenizer.token_bytes, token_ids))
+                written, end_token = b"".join(pieces), None if pieces[-1] else token_ids[-1]
+            healed = prompt.begins_with
             if written.startswith(healed):
                 text = written[len(healed) :].decode(errors="ignore")
-                end_token = None if pieces[-1] else token_ids[-1]
                 given = GivenAnswer.at(prompt.prefix, text, end_token)
                 self._planner.record_answer(prompt.document, given)
 

@@ -397,6 +397,52 @@ def test_what_only_an_engine_can_do_is_refused(fields: dict[str, object], messag
     run(test())
 
 
+class TestPredictions:
+    """What an answer will probably be, as the last one in the document or the client says."""
+
+    @pytest.mark.parametrize("healing", [True, False])
+    def test_a_midfill_drafts_the_rest_of_the_last_answer(self, *, healing: bool) -> None:
+        def say(prompt: str) -> str:
+            return "nt(x)" if prompt.endswith("pri") else " print(x)"
+
+        async def test() -> None:
+            with StubUpstream(StubModel(owner="midfill", answer=say)) as upstream:
+                async with serve(upstream.url) as gateway:
+                    for typed in ("pri", "print"):
+                        body = {"prompt": f"x = 1; {typed}", "suffix": "\n"}
+                        await gateway.complete(**body, midfill={"healing": healing})
+                first, second = (each.body for each in upstream.received)
+                assert "prediction" not in first
+                expected = " print(x)" if healing else "(x)"
+                assert second["prediction"] == {"type": "content", "content": expected}
+
+        run(test())
+
+    def test_where_the_half_word_is_in_the_prompt_it_is_not_predicted(self) -> None:
+        def say(prompt: str) -> str:
+            return "nt(x)" if prompt.endswith("pri") else " quit()"
+
+        async def test() -> None:
+            with StubUpstream(StubModel(owner="midfill", answer=say)) as upstream:
+                async with serve(upstream.url) as gateway:
+                    content = {"type": "content", "content": "nt(x)"}
+                    await gateway.complete(prompt="x = 1; pri", suffix="\n", prediction=content)
+                said = [each.body["prediction"]["content"] for each in upstream.received]
+                assert said == [" print(x)", "nt(x)"]
+
+        run(test())
+
+    def test_others_are_told_nothing(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as upstream:
+                async with serve(upstream.url) as gateway:
+                    content = {"type": "content", "content": "x"}
+                    await gateway.complete(prompt="a = ", suffix="\n", prediction=content)
+                assert "prediction" not in upstream.received[0].body
+
+        run(test())
+
+
 class TestHints:
     """What clients say of a request for whoever schedules it."""
 

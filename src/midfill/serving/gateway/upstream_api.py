@@ -57,6 +57,8 @@ class Call:
         cache_salt: requests with different ones share no KV, where the upstream knows of it; "" for
             all who may.
         begins_with: what the upstream has to make the answer begin with, if it can.
+        prediction: what the answer will probably be; "" if nothing is known. Only midfill drafts
+            it.
         hints: for the upstream's scheduler. Only midfill's has the same: vLLM refuses priorities
             unless it is started for them, and SGLang's mean the opposite.
     """
@@ -68,6 +70,7 @@ class Call:
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
     begins_with: str = ""
+    prediction: str = ""
     hints: RequestHints = NO_REQUEST_HINTS
 
 
@@ -204,6 +207,8 @@ class CompletionsApi:
         own: dict[str, Any]
         if self._kind == "midfill":
             own = {"midfill": {"layout": "verbatim", "trim": False}, "return_token_ids": True}
+            if call.prediction:
+                own["prediction"] = {"type": "content", "content": call.prediction}
             return own | _hint_fields(call.hints)
         own = {}
         if call.stop:

@@ -82,8 +82,21 @@ class UpstreamCalls:
             stop=tuple(stop),
             cache_salt=self.cache_salt(request.tenant),
             begins_with=begins_with,
+            prediction=self._prediction(request, ids),
             hints=self._hints(request),
         )
+
+    def _prediction(self, request: EngineRequest, ids: Sequence[int]) -> str:
+        """Return what the answer to a prompt will probably be, as text.
+
+        Args:
+            request: the request.
+            ids: the prompt; where it is longer than the request's, it has the half word in it.
+        """
+        written = b"".join(map(self._tokenizer.token_bytes, request.prediction))
+        if len(ids) > len(request.token_ids):
+            written = written.removeprefix(request.begins_with)
+        return written.decode(errors="ignore")
 
     @property
     def has_tenants(self) -> bool:
