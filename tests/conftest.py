@@ -15,17 +15,21 @@ import warnings
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from amx_emulation import build_emulator, chip_has_amx, reason_to_skip
 from hypothesis import HealthCheck, settings
 from hypothesis.errors import HypothesisSideeffectWarning
 from hypothesis.strategies import text
-from tiny_checkpoints import write_tiny
+from tiny_checkpoints import write_tiny, write_variant
 
 from midfill.errors import MidfillError
 from midfill.system.cache import cache_folder
 from midfill.system.process import freeze_objects
+
+if TYPE_CHECKING:
+    from midfill.models.checkpoints.checkpoint import Checkpoint
 
 _NEW_OBJECTS = 20_000
 """Between two collections of the youngest: with Python's 700, they take a tenth of all time."""
@@ -161,6 +165,20 @@ def _skip_without_libraries() -> Generator[None, None, None]:
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of 320 tokens and 512 tokens of context, with FIM tokens and a chat template."""
     return _write(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama with random weights, as ``tiny_checkpoints`` writes it."""
+    return write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module")
+def llama(llama_folder: Path) -> "Checkpoint":
+    """The same, opened; a module may change what it says of itself."""
+    from midfill.models.checkpoints.opening import open_checkpoint
+
+    return open_checkpoint(llama_folder)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from made_methods import make_method
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import Answer, build_engine, preempting_every, request, same, serve
 
@@ -40,11 +39,6 @@ SERVED = (
     ("f32", "zipcache:keys=4,window=8"),
     ("f32", "mikv:interval=8"),
 )
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 class Served:

@@ -6,23 +6,17 @@ from collections.abc import Iterator
 import pytest
 from made_methods import small_method, whole_method
 from method_load import Alone
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.config import KVCacheDtypeName
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.registry import methods_of
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import Answers, build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 each_method = pytest.mark.parametrize("name", methods_of("evict"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from fake_keys import fake_keys
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 from toy_method import RoundOlder
 
 from midfill.engine.engine import Engine
@@ -16,17 +16,11 @@ from midfill.kv.quantized import QuantizedBlock
 from midfill.methods.evict.selection import Selection
 from midfill.methods.quantize.quantizers import quantize_channels, quantize_tokens
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import build_engine, request, same, serve, torch_runner
 
 PROMPT = random.Random(0).choices(range(1, VOCAB), k=200)
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

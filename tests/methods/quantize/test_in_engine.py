@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_methods import make_method, small_method, whole_method
 from method_load import Alone
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.config import KVCacheDtypeName
 from midfill.engine.engine import Engine
@@ -19,18 +19,12 @@ from midfill.methods.method import ModelSpecific
 from midfill.methods.registry import methods_of, resolve_method
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 PAIR = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0, n=2)
 each_method = pytest.mark.parametrize("name", methods_of("quantize"))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from naive_blend import NaiveBlend, dense_attention
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
@@ -30,7 +30,6 @@ from midfill.methods.reuse.cachecraft import (
     prefix_overlap,
 )
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import Answer, build_engine, preempting_every, request, same, serve, serve_waiting
 
@@ -160,11 +159,6 @@ def test_variants_whose_text_is_evicted_are_forgotten() -> None:
 
 
 # --- in the engine
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from naive_blend import NaiveBlend
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from benchmarks.reuse_nulls import reuse_nulls
 from midfill.engine.engine import Engine
@@ -20,7 +20,6 @@ from midfill.methods.reuse.anchors import Anchor, AnchorStore, PieceKV
 from midfill.methods.reuse.kvcomm import AssembledSequence, KVComm, entropy
 from midfill.methods.reuse.sequence import ReuseKind
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.rope import layer_frequencies, shift_keys
 from serving import Answer, build_engine, next_logits, preempting_every, request, same, serve
@@ -130,11 +129,6 @@ def test_equal_anchors_are_no_reason_to_assemble_and_a_near_one_is() -> None:
 
 
 # --- in the engine
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

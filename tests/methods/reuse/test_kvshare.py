@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from naive_blend import NaiveBlend, dense_attention
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.arrays import Float64Array, Int64Array
 from midfill.engine.engine import Engine
@@ -24,7 +24,6 @@ from midfill.methods.reuse import sequence as blending
 from midfill.methods.reuse.kvshare import KVShare, SharedSequence
 from midfill.methods.reuse.method import LayerKV
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import (
     Answer,
@@ -68,11 +67,6 @@ def test_tokens_that_deviate_and_are_attended_to_are_repaired(
 
 
 # --- in the engine
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_methods import small_method
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
@@ -20,7 +20,6 @@ from midfill.methods.sentences.method import ChosenSentences, EndTokens, FixedPa
 from midfill.methods.sentences.selection import SentenceRule, retained_keys
 from midfill.methods.sentences.sequence import SentenceReads
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.attention import AttentionPlan
 from midfill.runners.forward.batch import ForwardBatch
@@ -32,11 +31,6 @@ PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=Tru
 RULE = SentenceRule(budget=40, retained=80, start=4, recent=12, window=16, kernel=3)
 ENDS = EndTokens(np.arange(VOCAB) % 7 == 0)
 METHOD = ChosenSentences(RULE, ENDS)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from made_methods import (
     whole_method,
 )
 from method_load import Alone
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
@@ -21,7 +21,6 @@ from midfill.methods.sparse_decode.lserve import SplitPages
 from midfill.methods.sparse_decode.method import ChosenPages
 from midfill.methods.sparse_decode.sequence import DecodeReads
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.page_selection import PageRule
 from midfill.runners.forward.tree_search import TreeRule
@@ -45,11 +44,6 @@ PAGES = ChosenPages(PageRule(4, page=16, summary=4), 4)
 TREE = ChosenPages(TreeRule(16, block=2, window=24, sinks=4), 4)
 """All heads search, from 60 keys on."""
 each_rule = pytest.mark.parametrize("choosing", [PAGES, TREE], ids=["pages", "tree"])
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -7,24 +7,18 @@ import numpy as np
 import pytest
 from made_methods import STREAMING_PREFILL, small_method, whole_method
 from method_load import Alone
-from tiny_checkpoints import VOCAB, write_variant
+from tiny_checkpoints import VOCAB
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.registry import methods_of
 from midfill.methods.sparse_prefill.method import PrefillMethod
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import Answer, build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 THREE = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=3)
 each_method = pytest.mark.parametrize("name", [*methods_of("prefill"), STREAMING_PREFILL])
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,6 @@ SLOTS, LENGTH = 80, 24
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("llama")))
-
-
-@pytest.fixture(scope="module")
 def cpu(llama: Checkpoint) -> Iterator[CpuRunner]:
     runner = CpuRunner.load(llama, slots=SLOTS, threads=2, weights="f32", kv_cache_dtype="f32")
     yield runner

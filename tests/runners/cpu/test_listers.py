@@ -23,11 +23,6 @@ PREFIX, ROWS = 200, 300
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
-
-
-@pytest.fixture(scope="module")
 def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
     runner = cpu_runner(llama)
     yield runner

@@ -32,11 +32,6 @@ each_rule = pytest.mark.parametrize("rule", [RULE, TREE], ids=["pages", "tree"])
 TOKENS = np.random.default_rng(0).integers(1, VOCAB, SLOTS).astype(np.int32)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
-
-
 @pytest.fixture(scope="module", params=[("f32", 1), ("f16", 2), ("bf16", 2)])
 def cpu(llama: Checkpoint, request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
     kv, threads = request.param

@@ -40,11 +40,6 @@ def runner(folder: Path) -> Iterator[CpuRunner]:
     runner.close()
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("llama")))
-
-
 def batch(
     parts: Sequence[tuple[Sequence[int], int, np.ndarray]], *, all_logits: bool = True
 ) -> ForwardBatch:

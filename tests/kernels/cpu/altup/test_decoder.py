@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from packed_steps import Sequence, Stepper
+from pass_invariants import (
+    check_distance_from_exact,
+    check_threads_and_chunks,
+    runners_of_8_bits,
+)
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.kernels.cpu.row_blocks import MAX_BLOCK_ROWS
@@ -30,31 +35,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def runners(checkpoint: Checkpoint) -> Iterator[list[CpuRunner]]:
-    """Runners on one, two and three threads, of weights of 8 bits."""
-    runners = [
-        CpuRunner.load(checkpoint, slots=SLOTS, threads=threads, weights="q8", kv_cache_dtype="f32")
-        for threads in (1, 2, 3)
-    ]
-    yield runners
-    for runner in runners:
-        runner.close()
+    with runners_of_8_bits(checkpoint, SLOTS) as runners:
+        yield runners
 
 
 def test_threads_and_chunks_change_no_bit(runners: list[CpuRunner]) -> None:
-    expected = Stepper(runners[0]).prefill(Sequence(list(TOKENS)))
-    for runner in runners:
-        for chunks in ([], [1, 3, 2 * MAX_BLOCK_ROWS + 1]):
-            found = Stepper(runner).prefill(Sequence(list(TOKENS)), chunks)
-            np.testing.assert_array_equal(found, expected)
+    check_threads_and_chunks(runners, TOKENS, [], [1, 3, 2 * MAX_BLOCK_ROWS + 1])
 
 
 def test_quantised_weights_stay_close_to_exact_ones(
     checkpoint: Checkpoint, runners: list[CpuRunner]
 ) -> None:
-    found = Stepper(runners[1]).prefill(Sequence(list(TOKENS)))
-    exact = Stepper(torch_runner(checkpoint, slots=SLOTS)).prefill(Sequence(list(TOKENS)))
-    errors = np.linalg.norm(found - exact, axis=1) / np.linalg.norm(exact, axis=1)
-    assert 0 < np.median(errors) < 0.05
+    check_distance_from_exact(checkpoint, runners[1], TOKENS)
 
 
 def test_observed_queries_are_those_of_torch_in_layers_with_and_without_kv(

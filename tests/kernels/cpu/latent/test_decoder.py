@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from packed_steps import Sequence, Stepper
+from pass_invariants import check_company, check_threads_and_chunks
 from tiny_checkpoints import VOCAB, reference_model, write_tiny
 
 from midfill.config import KVCacheDtypeName, WeightsOption
@@ -54,30 +55,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def test_a_prompt_has_the_same_bits_in_any_chunks_and_on_any_threads(
     runners: tuple[CpuRunner, CpuRunner],
 ) -> None:
-    tokens = prompt(LENGTH)
-    expected = Stepper(runners[0]).prefill(Sequence(tokens))
-    for runner in runners:
-        chunks = [1, 3, UNIT_ROWS, UNIT_ROWS + 1, 2 * UNIT_ROWS, 5]
-        found = Stepper(runner).prefill(Sequence(tokens), chunks)
-        np.testing.assert_array_equal(found, expected)
+    check_threads_and_chunks(
+        runners, prompt(LENGTH), [1, 3, UNIT_ROWS, UNIT_ROWS + 1, 2 * UNIT_ROWS, 5]
+    )
 
 
 def test_rows_of_other_requests_change_no_bit(runners: tuple[CpuRunner, CpuRunner]) -> None:
-    alone, together = runners
-    tokens = [prompt(length, length) for length in (70, 1, 40, 200)]
-    expected = [Stepper(alone).prefill(Sequence(each)) for each in tokens]
-    stepper = Stepper(together)
-    sequences = [Sequence(list(each)) for each in tokens]
-    found = stepper.step([(each, each.remaining) for each in sequences])
-    for logits, cold in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(logits, cold)
-    # Decodes of all of them in one step are those of each by itself.
-    for sequence in sequences:
-        sequence.tokens.append(5)
-    batched = stepper.step([(each, 1) for each in sequences])
-    for each, logits in zip(tokens, batched, strict=True):
-        cold = Stepper(alone).prefill(Sequence([*each, 5]))
-        np.testing.assert_array_equal(logits[0], cold[-1])
+    check_company(*runners, [prompt(length, length) for length in (70, 1, 40, 200)])
 
 
 def test_a_warm_prompt_has_the_bits_of_a_cold_one(runners: tuple[CpuRunner, CpuRunner]) -> None:

@@ -7,6 +7,12 @@ import numpy as np
 import pytest
 import torch
 from packed_steps import Sequence, Stepper
+from pass_invariants import (
+    check_company,
+    check_layer_by_layer,
+    check_snapshots,
+    check_threads_and_chunks,
+)
 from tiny_checkpoints import DELTA_RULE, VOCAB, reference_model, write_tiny, write_variant
 
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -75,57 +81,21 @@ def runners(
 def test_a_prompt_has_the_same_bits_in_any_chunks_and_on_any_threads(
     runners: tuple[CpuRunner, CpuRunner],
 ) -> None:
-    tokens = prompt(200)
-    cold = Stepper(runners[0]).prefill(Sequence(tokens))
-    for runner in runners:
-        found = Stepper(runner).prefill(Sequence(tokens), [1, 2, 1, 3, 64, 65, 5])
-        np.testing.assert_array_equal(found, cold)
+    check_threads_and_chunks(runners, prompt(200), [1, 2, 1, 3, 64, 65, 5])
 
 
 def test_rows_of_other_requests_change_no_bit(runners: tuple[CpuRunner, CpuRunner]) -> None:
-    alone, together = runners
-    tokens = [prompt(length, length) for length in (70, 1, 2, 110)]
-    cold = [Stepper(alone).prefill(Sequence([*each, 5])) for each in tokens]
-    stepper = Stepper(together)
-    sequences = [Sequence(list(each)) for each in tokens]
-    found = stepper.step([(each, each.remaining) for each in sequences])
-    for sequence in sequences:
-        sequence.tokens.append(5)
-    decoded = stepper.step([(each, 1) for each in sequences])
-    for prefilled, last, truth in zip(found, decoded, cold, strict=True):
-        np.testing.assert_array_equal(np.concatenate((prefilled, last)), truth)
+    check_company(*runners, [prompt(length, length) for length in (70, 1, 2, 110)])
 
 
 def test_a_snapshot_goes_on_with_the_bits_of_a_cold_prompt(
     runners: tuple[CpuRunner, CpuRunner],
 ) -> None:
-    _, runner = runners
-    stepper, states = Stepper(runner), runner.states
-    assert states is not None
-    first = Sequence(prompt(150))
-    states.clear(0)
-    stepper.prefill(Sequence(first.tokens[:90], first.slots, state=0))
-    states.copy(0, 5)
-    stepper.prefill(Sequence(prompt(9), state=0))  # goes on, and changes nothing of the copy
-    for tokens in (first.tokens, first.tokens[:90] + prompt(40, seed=3)):
-        states.copy(5, 1)
-        warm = Sequence(list(tokens), slots=first.slots[:90], state=1)
-        cold = Stepper(runners[0]).prefill(Sequence(list(tokens)))
-        np.testing.assert_array_equal(stepper.prefill(warm), cold[90:])
+    check_snapshots(*runners, prompt)
 
 
 def test_layer_by_layer_it_is_the_same(runners: tuple[CpuRunner, CpuRunner]) -> None:
-    runner = runners[1]
-    stepper = Stepper(runner)
-    step = stepper.pack([(sequence := Sequence(prompt(40)), 40)])
-    whole = runner.forward(step).copy()
-    assert runner.states is not None
-    assert sequence.state is not None
-    runner.states.clear(sequence.state)
-    hidden = runner.embed(step)
-    for layer in range(runner.config.layers):
-        hidden = runner.run_layers(step, hidden, layer, layer + 1)
-    np.testing.assert_array_equal(runner.compute_logits(step, hidden), whole)
+    check_layer_by_layer(runners[1], prompt(40))
 
 
 NEXT = {
