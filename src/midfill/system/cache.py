@@ -29,7 +29,9 @@ def cache_folder() -> Path:
     return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("midfill"))
 
 
-def store_file(path: Path, write: Callable[[Path], object], mode: int = 0o666) -> None:
+def store_file(
+    path: Path, write: Callable[[Path], object], mode: int = 0o666, *, quiet: bool = False
+) -> None:
     """Put a file into the cache, complete or not at all; log the first failure as one line.
 
     Any number of processes may store the same file at once, see ``replacing_file``.
@@ -38,12 +40,14 @@ def store_file(path: Path, write: Callable[[Path], object], mode: int = 0o666) -
         path: the file.
         write: writes the file at the path it is given; raises OSError where it can't.
         mode: see ``replacing_file``.
+        quiet: log nothing, since the cache can do without.
     """
     try:
         with replacing_file(path, mode) as temporary:
             write(temporary)
     except OSError as error:
-        _warn_once(cache_folder(), error.strerror or str(error))
+        if not quiet:
+            _warn_once(cache_folder(), error.strerror or str(error))
 
 
 def mark_used(path: Path) -> None:

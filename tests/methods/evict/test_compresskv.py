@@ -1,5 +1,6 @@
 """CompressKV: who decides, what is measured once, and what layers keep against plain loops."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,17 @@ def test_tables_that_lack_a_layer_are_refused() -> None:
     calibration_store.store(Calibration("compresskv", VERSION, "f" * 64, {}, (1, 1), tables))
     with pytest.raises(InvalidRequestError, match="other layers or heads"):
         CompressKV().for_model(ServedModel(config=CONFIG, digest="f" * 64))
+
+
+def test_of_layers_with_a_window_no_tables_are_read() -> None:
+    mixed = replace(CONFIG, sliding_window=6, windowed_layers=(0, 2))
+    heads = np.zeros((LAYERS, KV_HEADS * GROUP))
+    heads[np.arange(LAYERS), np.arange(LAYERS)] = 1
+    tables = {"heads": heads, "errors": np.arange(LAYERS, dtype=np.float64), "counted": np.ones(1)}
+    calibration_store.store(Calibration("compresskv", VERSION, "e" * 64, {}, (1, 1), tables))
+    found = CompressKV(heads=1).for_model(ServedModel(config=mixed, digest="e" * 64))
+    assert isinstance(found, RetrievalVotes)
+    assert (found.heads, found.errors) == (((1,), (3,)), (1.0, 3.0))
 
 
 @pytest.mark.real_model

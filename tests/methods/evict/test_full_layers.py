@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from fake_keys import CONFIG, KV_HEADS, LAYERS, fake_keys, fake_queries
 
+from midfill.kv.quantized import QuantizedBlock
 from midfill.kv.ragged import KeyTerms
 from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
+from midfill.methods.quantize.quantizers import quantize_tokens
 
 MIXED = replace(CONFIG, sliding_window=6, windowed_layers=(0, 2))
 FULL = (1, 3)
@@ -81,3 +83,18 @@ def test_gaps_stay_open_since_layers_hold_different_numbers_of_keys() -> None:
     layers, keys = FullLayers(MIXED), keys_of()
     tokens = Selection.of_tokens(np.arange(12, 20, dtype=np.int32), len(FULL) * KV_HEADS)
     assert not layers.complete(replace(tokens, close_gaps=True), keys.counts).close_gaps
+
+
+def test_blocks_are_those_of_the_layers_that_a_method_sees() -> None:
+    layers, keys = FullLayers(MIXED), keys_of()
+    numbers = np.arange(len(FULL) * KV_HEADS, dtype=np.float32)
+    vectors = np.broadcast_to(numbers[:, None, None], (len(numbers), 16, 16))
+    blocks = QuantizedBlock.of_several(quantize_tokens(vectors, 8), quantize_tokens(vectors, 8))
+    kept = [np.arange(16, TOKENS, dtype=np.int32)] * len(numbers)
+    selection = Selection.of_heads(kept, quantized=[[block] for block in blocks])
+    whole = layers.complete(selection, keys.counts)
+    whole.check(keys.counts)
+    assert whole.quantized is not None
+    of_layers = [whole.quantized[layer * KV_HEADS] for layer in range(LAYERS)]
+    assert [len(each) for each in of_layers] == [0, 1, 0, 1]
+    assert of_layers[3][0] is blocks[KV_HEADS]

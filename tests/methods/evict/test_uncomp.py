@@ -1,5 +1,7 @@
 """UNComp: what entropy is, who gets how much, and what heads keep against a loop over rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_keys import (
@@ -15,8 +17,11 @@ from fake_keys import (
 )
 
 from midfill.errors import InvalidRequestError
+from midfill.methods import calibration_store
+from midfill.methods.calibration import Calibration
 from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.uncomp import GroupedHeads, UNComp, high_heads
+from midfill.methods.evict.uncomp import VERSION, GroupedHeads, UNComp, high_heads
+from midfill.methods.served_model import ServedModel
 
 HEADS = LAYERS * KV_HEADS
 HIGH = np.arange(HEADS) % 3 < 2
@@ -144,3 +149,17 @@ def test_heads_hold_equally_many_keys_at_every_token_of_the_answer() -> None:
 def test_nonsense_is_refused(fields: dict[str, object], error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
         UNComp(**fields)  # type: ignore[arg-type]
+
+
+def test_of_layers_with_a_window_no_entropy_is_read() -> None:
+    mixed = replace(CONFIG, sliding_window=6, windowed_layers=(0, 2))
+    marks = np.zeros((LAYERS, KV_HEADS))
+    marks[[0, 1, 2, 3], [0, 1, 2, 0]] = 5
+    tables = {"marks": marks, "entropy": np.zeros((LAYERS, KV_HEADS))}
+    calibration_store.store(Calibration("uncomp", VERSION, "e" * 64, {}, (1, 1), tables))
+    found = UNComp().for_model(ServedModel(config=mixed, digest="e" * 64))
+    assert isinstance(found, GroupedHeads)
+    high = np.array(found.high).reshape(2, KV_HEADS)
+    assert high[0, 1]
+    assert high[1, 0]
+    assert high.sum(axis=1).tolist() == [(KV_HEADS + 1) // 2] * 2

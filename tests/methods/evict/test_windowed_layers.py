@@ -17,7 +17,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
-from serving import build_engine, request, serve, torch_runner
+from serving import build_engine, request, same, serve, torch_runner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 PROMPT = random.Random(0).choices(range(1, VOCAB), k=120)
@@ -74,7 +74,16 @@ def test_what_a_window_has_left_behind_is_dropped_and_no_answer_changes(runner: 
 
 
 @pytest.mark.parametrize(
-    "method", ["snapkv:budget=40,window=8", "cake:budget=40,window=8", "streamingllm:budget=40"]
+    "method",
+    [
+        "snapkv:budget=40,window=8",
+        "cake:budget=40,window=8",
+        "streamingllm:budget=40",
+        "kivi:residual=8,group=16",
+        "gear:buffer=8,block=16",
+        "mikv",
+        "zipcache:high=8",
+    ],
 )
 def test_methods_choose_among_the_keys_of_the_other_layers(runner: Runner, method: str) -> None:
     dense = serve(build_engine(runner), [request("r", PROMPT, PARAMS)])["r", 0]
@@ -85,7 +94,42 @@ def test_methods_choose_among_the_keys_of_the_other_layers(runner: Runner, metho
         )["r", 0]
         for budget in (512, 17)
     ]
+    assert answers[0].finish_reason == "length"
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].logprobs[0].logprob == pytest.approx(dense.logprobs[0].logprob, abs=1e-4)
     changed = [score.logprob for score in answers[0].logprobs[1:]]
     assert changed != pytest.approx([score.logprob for score in dense.logprobs[1:]], abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["kivi:bits=8,residual=8,group=16", "gear:bits=8,block=16"])
+def test_at_eight_bits_the_other_layers_answer_nearly_as_before(
+    runner: Runner, method: str
+) -> None:
+    dense = serve(build_engine(runner), [request("r", PROMPT, PARAMS)])["r", 0]
+    one = build_engine(runner, method=resolve_method(method))
+    found = serve(one, [request("r", PROMPT, PARAMS)])["r", 0]
+    assert found.tokens == dense.tokens
+    expected = [score.logprob for score in dense.logprobs]
+    assert [score.logprob for score in found.logprobs] == pytest.approx(expected, abs=0.02)
+    assert [score.logprob for score in found.logprobs] != pytest.approx(expected, abs=1e-6)
+
+
+def test_requests_of_different_methods_in_one_step_have_the_bits_that_they_have_alone(
+    runner: Runner,
+) -> None:
+    if not isinstance(runner, CpuRunner):
+        pytest.skip("torch sums in another order where there are more rows")
+    methods = {
+        name: resolve_method(specification)
+        for name, specification in {
+            "kivi": "kivi:residual=8,group=16",
+            "hip": "hip:k=32,block=2,window=16,sinks=2,dense_layers=0",
+            "snapkv": "snapkv:budget=40,window=8",
+        }.items()
+    } | {"none": None}
+    requests = [request(name, PROMPT, PARAMS, method=name) for name in methods]
+    together = serve(build_engine(runner, methods=methods), requests)
+    for each in requests:
+        alone = serve(build_engine(runner, methods=methods), [each])
+        assert alone[each.request_id, 0].finish_reason == "length"
+        assert same(together[each.request_id, 0], alone[each.request_id, 0])

@@ -17,6 +17,7 @@ import numpy as np
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from midfill.methods.budget import budget_tokens, check_budget, check_observation, require
 from midfill.methods.calibration_store import load_tables
+from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.method import CompressionMethod, OneShot, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.streaming_heads import refuse_windows
@@ -59,17 +60,17 @@ class CompressKV:
 
     def for_model(self, model: ServedModel) -> CompressionMethod:
         """See ``ModelSpecific.for_model``."""
-        refuse_windows(NAME, model.config)
+        full = FullLayers(model.config)
+        refuse_windows(NAME, full.config)
         tables, config = load_tables(NAME, VERSION, model), model.config
         heads, errors = tables["heads"], tables["errors"]
         require(
             heads.shape == (config.layers, config.query_heads) and errors.shape == (config.layers,),
             f"{NAME}: the tables are of a model with other layers or heads",
         )
-        ranked = np.argsort(-heads, axis=1, kind="stable")[:, : self.heads]
-        return RetrievalVotes(
-            self, tuple(tuple(layer) for layer in ranked.tolist()), tuple(errors.tolist())
-        )
+        ranked = np.argsort(-heads[full.layers], axis=1, kind="stable")[:, : self.heads]
+        layers = tuple(tuple(layer) for layer in ranked.tolist())
+        return RetrievalVotes(self, layers, tuple(errors[full.layers].tolist()))
 
 
 @dataclass(frozen=True)

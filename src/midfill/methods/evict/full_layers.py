@@ -5,11 +5,13 @@ in it: it keeps exactly what its window still shows, whatever the method. Method
 has the other layers alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array, Int64Array
+from midfill.kv.quantized import QuantizedBlock
 from midfill.kv.ragged import KeyTerms
 from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
@@ -23,6 +25,7 @@ class FullLayers:
 
     Attributes:
         config: the model as methods see it.
+        layers: [n] int64, the numbers of these layers.
         is_part: whether there are other layers.
     """
 
@@ -35,10 +38,10 @@ class FullLayers:
             self.config = replace(
                 config, layers=len(full), sliding_window=None, windowed_layers=None
             )
-        self._layers = np.array(full if self.is_part else range(config.layers))
+        self.layers = np.array(full if self.is_part else range(config.layers))
         self._window = config.sliding_window or 0
         heads = np.arange(config.kv_heads)
-        self._heads = (self._layers[:, None] * config.kv_heads + heads).reshape(-1)
+        self._heads = (self.layers[:, None] * config.kv_heads + heads).reshape(-1)
 
     def keys(self, keys: SequenceKeys) -> SequenceKeys:
         """Return the view of a sequence's keys that a method gets."""
@@ -46,7 +49,7 @@ class FullLayers:
 
     def queries(self, queries: Float32Array) -> Float32Array:
         """Return the observed queries [layers, n, query_heads, head_dim] that a method gets."""
-        return queries[self._layers] if self.is_part and len(queries) else queries
+        return queries[self.layers] if self.is_part and len(queries) else queries
 
     def complete(self, selection: Selection, counts: Int32Array) -> Selection:
         """Return a method's selection with what the other layers keep.
@@ -65,7 +68,11 @@ class FullLayers:
         kept = np.split(selection.kept, selection.indptr[1:-1])
         for head, own in zip(self._heads, kept, strict=True):
             shown[head] = own
-        completed = Selection.of_heads(shown, self._added(selection.added, len(counts)))
+        completed = Selection.of_heads(
+            shown,
+            self._added(selection.added, len(counts)),
+            self._quantized(selection.quantized, len(counts)),
+        )
         return replace(completed, terms=self._terms(selection, completed))
 
     def _added(self, added: AddedKeys | None, heads: int) -> AddedKeys | None:
@@ -74,6 +81,16 @@ class FullLayers:
         sizes = np.zeros(heads, np.int32)
         sizes[self._heads] = np.diff(added.indptr)
         return replace(added, indptr=np.cumsum([0, *sizes]).astype(np.int32))
+
+    def _quantized(
+        self, quantized: Sequence[Sequence[QuantizedBlock]] | None, heads: int
+    ) -> Sequence[Sequence[QuantizedBlock]] | None:
+        if quantized is None:
+            return None
+        of_heads: list[Sequence[QuantizedBlock]] = [()] * heads
+        for head, blocks in zip(self._heads.tolist(), quantized, strict=True):
+            of_heads[head] = blocks
+        return of_heads
 
     def _places(self, completed: Selection) -> Int64Array:
         """Return where the method's own keys are among all that stay."""

@@ -34,6 +34,7 @@ class SequenceKeys:
         cells: list[Int32Array],
         store: CellStore,
         quantized: QuantizedBlocks | None = None,
+        heads: Int64Array | None = None,
     ) -> None:
         """View some cells.
 
@@ -42,11 +43,14 @@ class SequenceKeys:
             cells: those of each layer and head, in the order of their keys.
             store: the KV cache.
             quantized: what was quantised before.
+            heads: [layers * kv_heads], which heads of ``quantized`` these are; None: all.
         """
         self.config = config
         self.counts = np.array([len(keys) for keys in cells], np.int32)
-        nothing = np.zeros(len(cells), np.int32)
-        self.quantized_counts = nothing if quantized is None else quantized.counts
+        self._heads = np.arange(len(cells)) if heads is None else heads
+        self.quantized_counts = np.zeros(len(cells), np.int32)
+        if quantized is not None:
+            self.quantized_counts = quantized.counts[self._heads]
         self._cells = cells
         self._store = store
         self._quantized = quantized
@@ -61,8 +65,9 @@ class SequenceKeys:
         return self._cells[head]
 
     def of_heads(self, config: ModelConfig, heads: Int64Array) -> "SequenceKeys":
-        """Return a view of some heads' exact keys, which are all that ``config`` has."""
-        return SequenceKeys(config, [self._cells[head] for head in heads], self._store)
+        """Return a view of some heads, which are all that ``config`` has."""
+        cells = [self._cells[head] for head in heads]
+        return SequenceKeys(config, cells, self._store, self._quantized, self._heads[heads])
 
     def read(
         self, head: int, numbers: Int32Array | None = None
@@ -85,7 +90,8 @@ class SequenceKeys:
         exact, quantized = self._store.read_keys(self._cells[head]), self._quantized
         if quantized is None:
             return exact
-        blocks = [self._block(quantized, number) for number in quantized.numbers(head)]
+        numbers = quantized.numbers(int(self._heads[head]))
+        blocks = [self._block(quantized, number) for number in numbers]
         return np.concatenate((*(each.decode_keys(self.config.head_dim) for each in blocks), exact))
 
     def _block(self, quantized: QuantizedBlocks, number: int) -> QuantizedBlock:

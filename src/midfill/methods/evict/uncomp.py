@@ -29,6 +29,7 @@ from midfill.methods.budget import (
 )
 from midfill.methods.calibration import Tables
 from midfill.methods.calibration_store import load_tables
+from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.method import CompressionMethod, MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.streaming_heads import refuse_windows
@@ -73,13 +74,15 @@ class UNComp:
 
     def for_model(self, model: ServedModel) -> CompressionMethod:
         """See ``ModelSpecific.for_model``."""
-        refuse_windows(NAME, model.config)
+        full = FullLayers(model.config)
+        refuse_windows(NAME, full.config)
         tables, config = load_tables(NAME, VERSION, model), model.config
         require(
             tables["marks"].shape == (config.layers, config.kv_heads),
             f"{NAME}: the tables are of a model with other layers or heads",
         )
-        return GroupedHeads(self, tuple(high_heads(tables).tolist()))
+        seen = {name: table[full.layers] for name, table in tables.items()}
+        return GroupedHeads(self, tuple(high_heads(seen).tolist()))
 
     def budgets(self, tokens: int, high: BoolArray) -> Int64Array:
         """Return each head's budget.

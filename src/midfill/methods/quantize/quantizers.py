@@ -7,6 +7,7 @@ import numpy as np
 from midfill.arrays import Float32Array
 from midfill.errors import InvalidRequestError
 from midfill.kv.quantized import Float16Array, QuantizedVectors, UInt8Array
+from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.served_model import ServedModel
 
@@ -23,9 +24,9 @@ def refuse_unsuitable(name: str, model: ServedModel) -> None:
         model: the model.
 
     Raises:
-        InvalidRequestError: some layers have a sliding window, or its KV cache is quantised itself.
+        InvalidRequestError: all layers have a sliding window, or its KV cache is quantised itself.
     """
-    refuse_windows(name, model.config)
+    refuse_windows(name, FullLayers(model.config).config)
     if model.kv_cache_dtype in ("i8", "i4"):
         raise InvalidRequestError(
             f"{name} quantises keys itself and needs a KV cache of f16, bf16 or f32, not"

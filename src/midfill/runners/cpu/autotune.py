@@ -124,12 +124,13 @@ def autotune_tile_rows(
         table = _measure_all(model, measure, with_amx)
         _measure_prefetches(table, measure)
         waiting = _share(before, waited(), threads * (time.monotonic() - started))
+        again = kept is not None
         starts = 1 if kept is None else kept.starts + 1
         if kept is None or waiting < kept.waiting:
             kept = _Kept(table.tolist(), waiting, starts)
         kept.starts = starts
         data = msgspec.json.encode(kept)
-        store_file(path, lambda partial: partial.write_bytes(data))
+        store_file(path, lambda partial: partial.write_bytes(data), quiet=again)
     return np.array(kept.tile_rows, np.uint8)
 
 

@@ -6,6 +6,7 @@ there is a lister, the pass stops before each layer's attention, to ask it. Load
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -132,25 +133,39 @@ class PartAttention:
         )
         address = self._kernel(parts, workspace)
         probes = self._probes(batch, plans, parts, workspace)
-        if not probes:
+        first, end = stages.first_layer, stages.end_layer
+        if not probes and not any(map(self._is_windowed, range(first, end))):
             execute(others, stages._replace(attend_parts=address))
             if packed is not None:
                 packed.take(parts.pairs)
             return
-        first, end = stages.first_layer, stages.end_layer
         execute(prepared, Stages(stages.embed, first, first, False, project=True))
-        for layer in range(first, end):
-            last = layer + 1 == end
-            stage = Stages(False, layer, layer + 1, last and stages.logits, True, not last)
-            if self.config.window_of(layer) is not None:
+        for layer, after in self._runs(first, end, one_by_one=bool(probes)):
+            last = after == end
+            stage = Stages(False, layer, after, last and stages.logits, True, not last)
+            if self._is_windowed(layer):
                 execute(prepared, stage)
                 continue
             lists = [lister.plan(probe.at(layer)) for lister, probe in probes]
-            listed = _with_lists(parts, lists if packed is None else [*lists, packed.lists])
+            every = lists if packed is None else [*lists, packed.lists]
+            listed = _with_lists(parts, every) if every else parts
             execute(others._replace(parts=listed), stage._replace(attend_parts=address))
             self._record(layer, [lister for lister, _ in probes], lists, listed)
             if packed is not None:
                 packed.take(listed.pairs[-(len(packed.lists.indptr) - 1) :])
+
+    def _runs(self, first: int, end: int, *, one_by_one: bool) -> list[tuple[int, int]]:
+        """Return runs of layers [first, end) that are alike: all with a window, or all without."""
+        windowed = list(map(self._is_windowed, range(first, end)))
+        later = [
+            first + place
+            for place, (before, own) in enumerate(pairwise(windowed), 1)
+            if one_by_one or before != own
+        ]
+        return list(zip([first, *later], [*later, end], strict=True))
+
+    def _is_windowed(self, layer: int) -> bool:
+        return self.config.window_of(layer) is not None
 
     def masses(self, layer: int, probe: "CpuProbe", rows: int) -> tuple[Float32Array, Float32Array]:
         """See ``LayerProbe.masses``."""

@@ -270,12 +270,24 @@ class AttentionPlan:
                 raise ValueError(f"part {own}: pages are chosen of exact keys only")
         if self.parts and config.sliding_window is not None:
             raise ValueError("part 0: rows in layers with a sliding window see one part only")
-        if _has_blocks(self.cells) and config.sliding_window is not None:
+        if self.cells is not None and _has_blocks_in_windows(self.cells, config):
             raise ValueError(f"part {own}: rows with a sliding window see no quantised keys")
 
 
 def _has_blocks(cells: RaggedIndex | None) -> bool:
     return cells is not None and cells.quantized is not None
+
+
+def _has_blocks_in_windows(cells: RaggedIndex, config: ModelConfig) -> bool:
+    """Whether layers with a sliding window have blocks, all of whose keys every row would see."""
+    if cells.quantized is None:
+        return False
+    indptr, heads = cells.quantized.indptr, config.kv_heads
+    return any(
+        indptr[layer * heads] < indptr[(layer + 1) * heads]
+        for layer in range(config.layers)
+        if config.window_of(layer) is not None
+    )
 
 
 def _check_part(part: KeyPart, config: ModelConfig, rows: int, name: str) -> None:

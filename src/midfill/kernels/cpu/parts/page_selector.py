@@ -103,8 +103,6 @@ def _units(parts: AttentionParts, request: int, phase: int, heads: AttentionHead
         return 0
     if phase == _LIST:
         return heads.query_heads
-    if heads.window > 0:
-        return 0
     if phase == _SUMMARIZE:
         return int(numbers[record + MISSING]) * heads.kv_heads
     if _searches(parts, request):
@@ -259,7 +257,7 @@ def _list(
     chooses = numbers[record + numbers[record + HEADS_AT] + head.base // kv.slots] != 0
     by_summaries = numbers[record + SEARCH] == BY_SUMMARIES
     sinks = int(numbers[record + SINKS])
-    if heads.window <= 0 and by_summaries:
+    if by_summaries:
         for choice in range(int(numbers[record + CHOICES])):
             row = int(numbers[record + numbers[record + MADE_BY_AT] + choice])
             if row < 0:
@@ -276,24 +274,20 @@ def _list(
     for row in range(int(parts.requests[request * REQUEST_FIELDS + ROWS])):
         span = int(parts.indptr[list_at + row * heads.query_heads])
         end = int(parts.indptr[list_at + row * heads.query_heads + 1])
-        tail = 0
-        if heads.window > 0:
-            tail = max(_seen(parts, request, head, row) - int(heads.window), 0)
-        else:
-            choice = int(numbers[record + numbers[record + OF_ROW_AT] + row])
-            at = _choice_at(parts, kv, record, choice, query_head, heads)
-            tail = int(numbers[at]) * (page_size if by_summaries else 1)
-            if sinks > 0 and tail > 0:
-                parts.spans[2 * span] = np.int32(0)
-                parts.spans[2 * span + 1] = np.int32(sinks)
+        choice = int(numbers[record + numbers[record + OF_ROW_AT] + row])
+        at = _choice_at(parts, kv, record, choice, query_head, heads)
+        tail = int(numbers[at]) * (page_size if by_summaries else 1)
+        if sinks > 0 and tail > 0:
+            parts.spans[2 * span] = np.int32(0)
+            parts.spans[2 * span + 1] = np.int32(sinks)
+            span += 1
+        for i in range(1, width):
+            page = int(numbers[at + i])
+            if page >= 0:
+                start = sinks + page * page_size
+                parts.spans[2 * span] = np.int32(start)
+                parts.spans[2 * span + 1] = np.int32(min(start + page_size, tail))
                 span += 1
-            for i in range(1, width):
-                page = int(numbers[at + i])
-                if page >= 0:
-                    start = sinks + page * page_size
-                    parts.spans[2 * span] = np.int32(start)
-                    parts.spans[2 * span + 1] = np.int32(min(start + page_size, tail))
-                    span += 1
         parts.spans[2 * span] = np.int32(tail)
         parts.spans[2 * span + 1] = np.int32(ALL)
         for rest in range(span + 1, end):  # empty
