@@ -91,7 +91,7 @@ class PromptGeneration:
     Attributes:
         prompt: the prompt.
         answer_token_ids: what the first answer consists of so far, healed bytes and all.
-        answer_token_bytes: the same as the engine says it, from one that answers in text.
+        answer_written: what it stands for, from an engine that answers in text; None from others.
         prompt_tokens: its tokens, if their log probabilities were asked for; empty until the first
             output.
     """
@@ -106,7 +106,7 @@ class PromptGeneration:
     ) -> None:
         self.prompt = prompt
         self.answer_token_ids: list[int] = []
-        self.answer_token_bytes: list[bytes] = []
+        self.answer_written: bytes | None = None
         self.prompt_tokens: tuple[PromptToken, ...] = ()
         self._tokenizer = tokenizer
         self._search: CandidateSearch | None = None
@@ -194,7 +194,8 @@ class PromptGeneration:
             )
         if output.index == 0:
             self.answer_token_ids += output.token_ids
-            self.answer_token_bytes += output.token_bytes or ()
+            if output.token_bytes is not None:
+                self.answer_written = b"".join((self.answer_written or b"", *output.token_bytes))
         return self._answers[output.index].push(output)
 
     def follow_up(self, request: EngineRequest) -> FollowUp:
@@ -212,9 +213,7 @@ class PromptGeneration:
 
 def answered(response: PromptGeneration) -> PromptAnswer:
     """Return a prompt and its first answer, for ``PromptEncoder.record_answers``."""
-    return PromptAnswer(
-        response.prompt, response.answer_token_ids, b"".join(response.answer_token_bytes)
-    )
+    return PromptAnswer(response.prompt, response.answer_token_ids, response.answer_written)
 
 
 def _answer_factory(

@@ -283,12 +283,12 @@ class PromptAnswer(NamedTuple):
     Attributes:
         prompt: the prompt.
         token_ids: of the answer, healed bytes and all.
-        written: what they stand for, from an engine that answers in text; b"" from others.
+        written: what they stand for, from an engine that answers in text; None from others.
     """
 
     prompt: Prompt
     token_ids: Sequence[int]
-    written: bytes = b""
+    written: bytes | None = None
 
 
 def with_token_stops(

@@ -365,7 +365,7 @@ class PromptEncoder:
             if not prompt.document or not token_ids:
                 continue
             end_token = None
-            if not written:  # from an engine that answers in tokens
+            if written is None:
                 pieces = list(map(self._tokenizer.token_bytes, token_ids))
                 written, end_token = b"".join(pieces), None if pieces[-1] else token_ids[-1]
             healed = prompt.begins_with

@@ -418,6 +418,16 @@ class TestPredictions:
 
         run(test())
 
+    def test_an_answer_without_text_predicts_nothing(self) -> None:
+        async def test() -> None:
+            with StubUpstream(StubModel(owner="midfill", answer=lambda _: "")) as upstream:
+                async with serve(upstream.url) as gateway:
+                    for _ in range(2):
+                        await gateway.complete(prompt="a = ", suffix="\n")
+                assert all("prediction" not in each.body for each in upstream.received)
+
+        run(test())
+
     def test_where_the_half_word_is_in_the_prompt_it_is_not_predicted(self) -> None:
         def say(prompt: str) -> str:
             return "nt(x)" if prompt.endswith("pri") else " quit()"
