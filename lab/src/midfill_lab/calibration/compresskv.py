@@ -20,7 +20,6 @@ from midfill.errors import InvalidRequestError, MidfillError
 from midfill.methods.calibration import Tables
 from midfill.methods.evict.compresskv import NAME, VERSION, vote
 from midfill.methods.evict.full_layers import FullLayers
-from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.window_attention import head_attention, window_attention
 from midfill.methods.model_probe import ModelProbe
 from midfill.methods.needles import NeedleText, needle_text
@@ -68,7 +67,7 @@ class EvidenceSearch:
 
     def open(self, checkpoint: Checkpoint, progress: Progress) -> "EvidenceSearchWork":
         """See ``Calibrator.open``."""
-        refuse_windows(NAME, FullLayers(checkpoint.config).config)
+        FullLayers.required_by(NAME, checkpoint.config)
         context = min(self.tokens + 2 * _ANSWER_TOKENS, checkpoint.config.context)
         runner = load_runner(checkpoint, ModelOptions(context=context), progress)
         return EvidenceSearchWork(self, checkpoint, ModelProbe(runner))

@@ -15,7 +15,6 @@ from midfill.config import ModelOptions
 from midfill.errors import InvalidRequestError
 from midfill.methods.calibration import Tables
 from midfill.methods.evict.full_layers import FullLayers
-from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.uncomp import NAME, VERSION
 from midfill.methods.model_probe import ModelProbe
 from midfill.methods.needles import needle_text
@@ -57,7 +56,7 @@ class EntropyMeasurement:
 
     def open(self, checkpoint: Checkpoint, progress: Progress) -> "EntropyWork":
         """See ``Calibrator.open``."""
-        refuse_windows(NAME, FullLayers(checkpoint.config).config)
+        FullLayers.required_by(NAME, checkpoint.config)
         context = min(self.tokens + 100, checkpoint.config.context)
         runner = load_runner(checkpoint, ModelOptions(context=context), progress)
         return EntropyWork(self, checkpoint, ModelProbe(runner))

@@ -20,7 +20,6 @@ from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.method import CompressionMethod, OneShot, SequenceKeys
 from midfill.methods.evict.selection import Selection
-from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.window_attention import average_pool, head_attention, top_keys
 from midfill.methods.served_model import ServedModel
 
@@ -60,8 +59,7 @@ class CompressKV:
 
     def for_model(self, model: ServedModel) -> CompressionMethod:
         """See ``ModelSpecific.for_model``."""
-        full = FullLayers(model.config)
-        refuse_windows(NAME, full.config)
+        full = FullLayers.required_by(NAME, model.config)
         tables, config = load_tables(NAME, VERSION, model), model.config
         heads, errors = tables["heads"], tables["errors"]
         require(

@@ -15,6 +15,7 @@ from midfill.kv.quantized import QuantizedBlock
 from midfill.kv.ragged import KeyTerms
 from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
+from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.models.config import ModelConfig
 
 
@@ -42,6 +43,21 @@ class FullLayers:
         self._window = config.sliding_window or 0
         heads = np.arange(config.kv_heads)
         self._heads = (self.layers[:, None] * config.kv_heads + heads).reshape(-1)
+
+    @classmethod
+    def required_by(cls, name: str, config: ModelConfig) -> "FullLayers":
+        """Return the layers that a method decides on, which needs some that see the whole text.
+
+        Args:
+            name: of the method, for the message.
+            config: the model.
+
+        Raises:
+            InvalidRequestError: all layers have a sliding window.
+        """
+        full = cls(config)
+        refuse_windows(name, full.config)
+        return full
 
     def keys(self, keys: SequenceKeys) -> SequenceKeys:
         """Return the view of a sequence's keys that a method gets."""

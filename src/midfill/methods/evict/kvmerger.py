@@ -41,7 +41,6 @@ from midfill.methods.evict.accumulated_attention import (
 from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
-from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.window_attention import top_keys
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
@@ -119,7 +118,7 @@ class KVMerger(MethodDefaults):
         Raises:
             InvalidRequestError: no layer sees the whole text.
         """
-        refuse_windows(NAME, FullLayers(model.config).config)
+        FullLayers.required_by(NAME, model.config)
         return self
 
     def start(self, config: ModelConfig) -> "TokenMerger":

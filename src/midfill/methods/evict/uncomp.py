@@ -32,7 +32,6 @@ from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict.full_layers import FullLayers
 from midfill.methods.evict.method import CompressionMethod, MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
-from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.window_attention import head_attention, max_pool, top_keys
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
@@ -74,8 +73,7 @@ class UNComp:
 
     def for_model(self, model: ServedModel) -> CompressionMethod:
         """See ``ModelSpecific.for_model``."""
-        full = FullLayers(model.config)
-        refuse_windows(NAME, full.config)
+        full = FullLayers.required_by(NAME, model.config)
         tables, config = load_tables(NAME, VERSION, model), model.config
         require(
             tables["marks"].shape == (config.layers, config.kv_heads),

@@ -8,7 +8,6 @@ from midfill.arrays import Float32Array
 from midfill.errors import InvalidRequestError
 from midfill.kv.quantized import Float16Array, QuantizedVectors, UInt8Array
 from midfill.methods.evict.full_layers import FullLayers
-from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.served_model import ServedModel
 
 _TINY = np.float32(2.0**-24)
@@ -26,7 +25,7 @@ def refuse_unsuitable(name: str, model: ServedModel) -> None:
     Raises:
         InvalidRequestError: all layers have a sliding window, or its KV cache is quantised itself.
     """
-    refuse_windows(name, FullLayers(model.config).config)
+    FullLayers.required_by(name, model.config)
     if model.kv_cache_dtype in ("i8", "i4"):
         raise InvalidRequestError(
             f"{name} quantises keys itself and needs a KV cache of f16, bf16 or f32, not"
