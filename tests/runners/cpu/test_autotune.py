@@ -49,16 +49,18 @@ class Chip:
         return ticks * rows // MEASURED_ROWS
 
 
-class BusyChip(Chip):
-    """The same, on which other work makes a stretch of the runs slow; all tiles are alike else."""
+class UnsteadyChip(Chip):
+    """A chip that takes longer, or less long, for a stretch of the runs; all tiles are alike."""
 
-    def __init__(self, busy: range) -> None:
+    def __init__(self, stretch: range, ticks: int) -> None:
         super().__init__()
-        self.busy = busy
+        self.stretch, self.ticks = stretch, ticks
 
     def __call__(self, tile_rows: npt.NDArray[np.uint8], rows: int) -> npt.NDArray[np.int64]:
         self.runs += 1
-        return np.full(len(PHASES), 4000 if self.runs in self.busy else 1000 + self.runs % 7)
+        return np.full(
+            len(PHASES), self.ticks if self.runs in self.stretch else 1000 + self.runs % 7
+        )
 
 
 @pytest.fixture
@@ -87,8 +89,11 @@ def test_the_fastest_tile_rows_are_used_and_kept(model: PackedModel) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 4, 9, 14])
-def test_work_beside_the_measurement_changes_nothing(model: PackedModel, first: int) -> None:
-    tuned = autotune_tile_rows(model, 2, BusyChip(range(first, first + 6)))
+@pytest.mark.parametrize("ticks", [250, 4000])
+def test_slow_and_fast_moments_of_the_machine_change_nothing(
+    model: PackedModel, first: int, ticks: int
+) -> None:
+    tuned = autotune_tile_rows(model, 2, UnsteadyChip(range(first, first + 6), ticks))
     tallest = default_tile_rows(model).max(axis=1)
     np.testing.assert_array_equal(tuned.max(axis=1), tallest)
 
@@ -129,7 +134,9 @@ def test_on_a_machine_that_is_always_busy_only_some_starts_measure(model: Packed
 
 def test_a_measurement_that_was_disturbed_more_is_not_kept(model: PackedModel) -> None:
     calm = autotune_tile_rows(model, 2, Chip(), waited=iter([0.0, 5.0]).__next__)
-    again = autotune_tile_rows(model, 2, BusyChip(range(0)), waited=iter([0.0, 5000.0]).__next__)
+    again = autotune_tile_rows(
+        model, 2, UnsteadyChip(range(0), 0), waited=iter([0.0, 5000.0]).__next__
+    )
     np.testing.assert_array_equal(again, calm)
 
 

@@ -11,9 +11,9 @@ Each 32 consecutive floats are quantised together to one block of 48 bytes:
 So float k of an array belongs to block k // 32. Whoever writes a row quantises it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -21,22 +21,17 @@ from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.simd import (
-    F32,
     F32_VECTOR,
     I8,
     I32,
     I32_VECTOR,
     LANES,
-    absolute,
     address,
-    f32x16,
+    constant,
     integer,
+    integers,
     llvm_call,
-    load,
-    max_lanes,
-    maximum,
-    multiply,
-    splat,
+    load_unaligned,
     store_unaligned,
 )
 from midfill.kernels.cpu.weight_formats import GROUP
@@ -44,7 +39,18 @@ from midfill.kernels.cpu.weight_formats import GROUP
 ACTIVATION_BLOCK_BYTES = 48
 SCALE, SCALED_SUM, OFFSET, HALF_OFFSET = 32, 36, 40, 44
 """Where in a block the four numbers that follow the quants start, in bytes."""
-_STEPS = np.float32(127.0)
+_STEPS = 127.0
+_NEARLY_ZERO = 2.0**-120
+"""Groups without larger values are zeros: 127 divided by less is no number."""
+_TOGETHER = 4
+"""Groups that are quantised together: each has four neighbouring lanes of a vector."""
+_ROUND = 12582912.0
+"""1.5 * 2^23: added to a float of at most 2^22, it rounds it, ties to even, and leaves the whole
+number in the lowest bits."""
+_ROUND_BITS = 0x4B400000
+
+_Pair = tuple[Any, Any]
+"""Two vectors; of a group: inputs 0-15 and 16-31."""
 
 
 class Activations(NamedTuple):
@@ -60,58 +66,121 @@ class Activations(NamedTuple):
     quants: Uint8Array
 
 
-@generated(f32x16, f32x16)
-def _round(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
-    """Return the nearest whole number, ties to even, lane by lane."""
-    return llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
+def _shuffled(builder: Any, pair: _Pair, lanes: Sequence[int]) -> Any:
+    """Return some lanes of two vectors; the second one's are counted from 16 on."""
+    order = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+    return builder.shuffle_vector(*pair, order)
 
 
-@generated(types.void, OWN, INDEX, f32x16)
-def _put_bytes(context: Any, builder: Any, kinds: Any, array: Any, offset: Any, value: Any) -> None:
-    """Write whole numbers -128..127 as 16 int8 at byte ``offset`` of a uint8 array."""
-    pointer = address(context, builder, kinds[0], array, offset)
-    whole = builder.fptosi(value, I32_VECTOR)
-    store_unaligned(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), pointer)
+def _combined(
+    builder: Any, pair: _Pair, lanes: list[int], distance: int, combine: Callable[..., Any]
+) -> Any:
+    """Combine some lanes of two vectors with the lanes that are so many further."""
+    further = [lane + distance for lane in lanes]
+    return combine(_shuffled(builder, pair, lanes), _shuffled(builder, pair, further))
 
 
-def _sums_of_halves(builder: Any, low: Any, high: Any) -> tuple[Any, Any]:
-    """Return the sums of two vectors, of whole numbers below 2^24: exact in any order.
+_EIGHTS = [*range(8), *range(16, 24)]
+"""Lanes that, combined with those 8 further, leave eight lanes of each of two vectors."""
+_FOURS = [first + lane for first in (0, 8, 16, 24) for lane in range(4)]
+"""Lanes that, combined with those 4 further, leave four lanes of each half of two vectors."""
 
-    Both are added up in one vector, the first one in its lower half.
+
+def _largest(builder: Any, groups: list[_Pair]) -> Any:
+    """Return each group's largest absolute value, in all of its four lanes."""
+
+    def larger(a: Any, b: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+    def absolute(value: Any) -> Any:
+        return llvm_call(builder, "llvm.fabs.v16f32", [value], F32_VECTOR)
+
+    whole = [larger(absolute(low), absolute(high)) for low, high in groups]
+    pairs = [_combined(builder, (whole[i], whole[i + 1]), _EIGHTS, 8, larger) for i in (0, 2)]
+    largest = _combined(builder, (pairs[0], pairs[1]), _FOURS, 4, larger)
+    for width in (2, 1):
+        lanes = [lane ^ width for lane in range(LANES)]
+        largest = larger(largest, _shuffled(builder, (largest, largest), lanes))
+    return largest
+
+
+def _sums(builder: Any, quants: list[_Pair]) -> Any:
+    """Return sums of each group's quants, in its four lanes: all, all, all, the first half.
+
+    Args:
+        builder: of the code.
+        quants: int32, added to ``_ROUND_BITS``. Sums are exact, modulo 2^32.
     """
-    half = LANES // 2
-    lower = [*range(half), *range(LANES, LANES + half)]
-    upper = [lane + half for lane in lower]
-    indices = (ir.Constant(I32_VECTOR, lanes) for lanes in (lower, upper))
-    sums = builder.fadd(*(builder.shuffle_vector(low, high, lanes) for lanes in indices))
-    for width in (4, 2, 1):
-        order = ir.Constant(I32_VECTOR, [lane ^ width for lane in range(LANES)])
-        sums = builder.fadd(sums, builder.shuffle_vector(sums, sums, order))
-    first, second = (builder.extract_element(sums, I32(lane)) for lane in (0, half))
-    return first, second
+    add = builder.add
+    halves = [_combined(builder, pair, _EIGHTS, 8, add) for pair in quants]
+    low, high = (_combined(builder, (halves[i], halves[i + 1]), _FOURS, 4, add) for i in (0, 2))
+    first = _shuffled(builder, (low, high), _FOURS)
+    both = _combined(builder, (low, high), _FOURS, 4, add)
+    mixed = [lane // 4 * 4 + lane % 4 // 2 + lane % 2 * LANES for lane in range(LANES)]
+    sums = _combined(builder, (both, first), mixed, 2, add)  # twice all, the first half
+    lanes = [lane // 4 * 4 + lane % 4 // 3 for lane in range(LANES)]
+    sums = _combined(builder, (sums, sums), lanes, 2, add)
+    counts = [GROUP, GROUP, GROUP, GROUP // 2] * _TOGETHER
+    added = ir.Constant(I32_VECTOR, [count * _ROUND_BITS % 2**32 for count in counts])
+    return builder.sub(sums, added)
 
 
-@generated(types.void, OWN, INDEX, types.float32, f32x16, f32x16)
-def _put_sums(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
-    """Write the four numbers that follow the quants of the block at byte ``offset``.
+def _quantized(builder: Any, groups: list[_Pair]) -> tuple[list[_Pair], Any]:
+    """Return the quants of four groups, added to ``_ROUND_BITS``, and what follows them.
 
-    ``low`` and ``high`` are the quants, as float32.
+    Returns:
+        int32 vectors of each group; and the last four numbers of the four blocks.
     """
-    array, offset, scale, low, high = arguments
-    pointer = address(context, builder, kinds[0], array, offset)
-    first, second = _sums_of_halves(builder, low, high)
-    total = builder.fadd(first, second)
+    largest, steps = _largest(builder, groups), constant(_STEPS)
+    has_any = builder.fcmp_ordered(">", largest, constant(_NEARLY_ZERO))
+    factors = builder.select(has_any, builder.fdiv(steps, largest), constant(0.0))
+    quants = []
+    for i, halves in enumerate(groups):
+        factor = _shuffled(builder, (factors, factors), [4 * i] * LANES)
+        scaled = (builder.fmul(half, factor) for half in halves)
+        rounded = (builder.fadd(each, constant(_ROUND)) for each in scaled)
+        low, high = (builder.bitcast(each, I32_VECTOR) for each in rounded)
+        quants.append((low, high))
+    sums = _sums(builder, quants)
+    scales = builder.fdiv(largest, steps)
+    scaled_sums = builder.fmul(builder.sitofp(sums, F32_VECTOR), scales)
+    offsets = builder.shl(builder.sub(integers(0), sums), integers(7))
+    scales, scaled_sums = (builder.bitcast(each, I32_VECTOR) for each in (scales, scaled_sums))
+    second, last = (
+        [lane + LANES * (lane % 4 in places) for lane in range(LANES)] for places in ((1,), (2, 3))
+    )
+    floats = _shuffled(builder, (scales, scaled_sums), second)
+    return quants, _shuffled(builder, (floats, offsets), last)
 
-    def biased(value: Any) -> Any:
-        return builder.fptosi(builder.fmul(value, F32(-128.0)), I32)
 
-    for at, value in (
-        (SCALE, scale),
-        (SCALED_SUM, builder.fmul(scale, total)),
-        (OFFSET, biased(total)),
-        (HALF_OFFSET, biased(first)),
-    ):
-        store_unaligned(builder, value, builder.gep(pointer, [integer(at)]))
+def _quantizer(count: int) -> Any:
+    """Generate the quantisation of one group, or of as many as are quantised together."""
+
+    @generated(types.void, OWN, INDEX, INDEX, OWN, INDEX, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+        """Quantise some groups; see ``quantize_groups``."""
+        x, x_at, x_step, blocks, at, step = arguments
+        source = address(context, builder, kinds[0], x, x_at)
+        target = address(context, builder, kinds[3], blocks, at)
+        groups = []
+        for i in range(_TOGETHER):  # one group is all four of them, which LLVM computes once
+            start = builder.gep(source, [builder.mul(integer(i % count), x_step)])
+            halves = (builder.gep(start, [integer(lane)]) for lane in (0, LANES))
+            low, high = (load_unaligned(builder, half, F32_VECTOR) for half in halves)
+            groups.append((low, high))
+        quants, tails = _quantized(builder, groups)
+        for i in range(count):
+            block = builder.gep(target, [builder.mul(integer(i), step)])
+            for half, place in zip(quants[i], (0, LANES), strict=True):
+                small = builder.trunc(half, ir.VectorType(I8, LANES))
+                store_unaligned(builder, small, builder.gep(block, [integer(place)]))
+            tail = _shuffled(builder, (tails, tails), range(4 * i, 4 * i + 4))
+            store_unaligned(builder, tail, builder.gep(block, [integer(SCALE)]))
+
+    return operation
+
+
+_quantize_one, _quantize_four = (_quantizer(count) for count in (1, _TOGETHER))
 
 
 @kernel
@@ -130,13 +199,16 @@ def quantize(rows: Activations, at: int, size: int) -> None:
 @inlined_kernel
 def quantize_row(x: Float32Array, x_at: int, size: int, blocks: Uint8Array, at: int) -> None:
     """Quantise x[x_at:x_at + size], a multiple of 32 floats, to blocks from byte ``at`` on."""
-    for group in range(size // GROUP):
-        element = x_at + group * GROUP
-        low, high = load(x, element), load(x, element + LANES)
-        span = max_lanes(maximum(absolute(low), absolute(high)))
-        factor = splat(_STEPS / span if span > np.float32(0.0) else np.float32(0.0))
-        low, high = _round(multiply(low, factor)), _round(multiply(high, factor))
-        block = at + group * ACTIVATION_BLOCK_BYTES
-        _put_bytes(blocks, block, low)
-        _put_bytes(blocks, block + LANES, high)
-        _put_sums(blocks, block, span / _STEPS, low, high)
+    quantize_groups(x, x_at, GROUP, size // GROUP, blocks, at, ACTIVATION_BLOCK_BYTES)
+
+
+@inlined_kernel
+def quantize_groups(
+    x: Float32Array, x_at: int, x_step: int, count: int, blocks: Uint8Array, at: int, step: int
+) -> None:
+    """Quantise groups of 32 floats, ``x_step`` floats apart, to blocks ``step`` bytes apart."""
+    together = count - count % _TOGETHER
+    for group in range(0, together, _TOGETHER):
+        _quantize_four(x, x_at + group * x_step, x_step, blocks, at + group * step, step)
+    for group in range(together, count):
+        _quantize_one(x, x_at + group * x_step, x_step, blocks, at + group * step, step)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midfill.kernels.cpu.activations import Activations, block_at, quantize_row
+from midfill.kernels.cpu.activations import Activations, block_at, quantize_groups
 from midfill.kernels.cpu.amx_products import (
     AMX_ROWS,
     SCRATCH_FLOATS,
@@ -298,9 +298,11 @@ def gated_linear(
                         store(products, up_tile + product, value)
                         if len(out.values) > 0:
                             store(out.values, target + lane, value)
-                    if len(out.quants) > 0:
-                        at = up_tile + r * PANEL
-                        quantize_row(products, at, PANEL, out.quants, block_at(target))
+                if len(out.quants) > 0:
+                    block = block_at(row * up.outputs + panel * PANEL)
+                    quantize_groups(
+                        products, up_tile, PANEL, count, out.quants, block, block_at(up.outputs)
+                    )
                 row += count
                 number += 1
     if on_amx:

@@ -23,7 +23,7 @@ from midfill.kernels.cpu.amx_products import AMX_ROWS
 from midfill.kernels.cpu.clock import DOWN, GATE_UP, HEAD, OUTPUT, QKV
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
-from midfill.kernels.cpu.memory import Int64Array, Uint8Array
+from midfill.kernels.cpu.memory import Float64Array, Int64Array, Uint8Array
 from midfill.kernels.cpu.panel_products import MAX_AMX_ROWS, MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.tiles import (
     DEFAULT_PREFETCH,
@@ -48,12 +48,12 @@ AMX_MEASURED_ROWS = MAX_AMX_ROWS
 """A multiple of every height that is tried with AMX."""
 _HEIGHTS = (1, 2, 3, 4, 6, 8)
 _AMX_HEIGHTS = (AMX_ROWS, MAX_AMX_ROWS)
-_VERSION = 3  # of what is measured and kept
-_MIN_REPEATS = 5
-_MAX_REPEATS = 15
-_SECONDS = 0.5  # after which there are no more repeats than the least
+_VERSION = 4  # of what is measured and kept
+_MIN_TURNS = 5
+_MAX_TURNS = 30
+_SECONDS = 0.5  # after which there are no more turns than the least
 _MIN_GAIN = 1.03
-"""How many times as fast others must be than the tallest tiles: measurements differ, too."""
+"""How many times as fast others than the tallest tiles must be: measurements differ, too."""
 _MOST_WAITING = 0.1
 """Share of a measurement in which threads may wait for cores; otherwise it is repeated."""
 _MOST_STARTS = 4
@@ -152,7 +152,7 @@ def _measure_all(
         else np.minimum(default, height)
         for height in sorted(set().union(*heights))
     }
-    ticks = _least_ticks(tables, lambda table: measure(table, rows))
+    ticks = _relative_ticks(tables, lambda table: measure(table, rows))
     costs = np.full((len(MATRICES), MAX_TABLE_ROWS), np.inf)
     for matrix, (possible, tallest) in enumerate(zip(heights, _tallest(model), strict=True)):
         for height in possible:
@@ -169,28 +169,30 @@ def _measure_prefetches(table: TileTable, measure: Callable[[TileTable, int], In
     for prefetch in Prefetch:
         tables[prefetch] = table.copy()
         tables[prefetch][:, PREFETCH] = prefetch
-    ticks = _least_ticks(tables, lambda each: measure(each, 1))
+    ticks = _relative_ticks(tables, lambda each: measure(each, 1))
     for matrix in range(len(MATRICES)):
-        costs = {each: int(ticks[each][matrix]) for each in Prefetch}
-        costs[DEFAULT_PREFETCH] = int(costs[DEFAULT_PREFETCH] / _MIN_GAIN)
+        costs = {each: float(ticks[each][matrix]) for each in Prefetch}
+        costs[DEFAULT_PREFETCH] /= _MIN_GAIN
         table[matrix, PREFETCH] = min(costs, key=costs.__getitem__)
 
 
-def _least_ticks(
+def _relative_ticks(
     tables: dict[int, TileTable], measure: Callable[[TileTable], Int64Array]
-) -> dict[int, Int64Array]:
-    """Return the fewest ticks that each of ``_PHASES`` took with each table.
+) -> dict[int, Float64Array]:
+    """Return how long each of ``_PHASES`` takes with each table, as a share of what all take.
 
-    The tables are tried in turn: other work on the machine, which lasts a while, meets them all.
+    The tables are tried in turn, and a turn's shares are one observation, of which the median
+    counts: so neither slow nor fast moments of the machine favour a table.
     """
-    least = {height: np.full(len(_PHASES), np.iinfo(np.int64).max) for height in tables}
+    turns = []
     end = time.monotonic() + _SECONDS
-    for repeat in range(_MAX_REPEATS):
-        if repeat >= _MIN_REPEATS and time.monotonic() > end:
+    for turn in range(_MAX_TURNS):
+        if turn >= _MIN_TURNS and time.monotonic() > end:
             break
-        for height, table in tables.items():
-            least[height] = np.minimum(least[height], measure(table)[list(_PHASES)])
-    return least
+        turns.append([measure(table)[list(_PHASES)] for table in tables.values()])
+    ticks = np.array(turns, np.float64)
+    shares = ticks / np.maximum(ticks.sum(axis=1, keepdims=True), 1.0)
+    return dict(zip(tables, np.median(shares, axis=0), strict=True))
 
 
 def _formats(model: PackedModel) -> list[set[WeightFormat]]:

@@ -16,7 +16,7 @@ from midfill.kernels.cpu.activations import (
     ACTIVATION_BLOCK_BYTES,
     Activations,
     block_at,
-    quantize_row,
+    quantize_groups,
 )
 from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.clock import DOWN, GATE_UP, NORM, end_phase
@@ -114,17 +114,21 @@ def _open_rows(
     """Compute act(gate) * up of products in the scratch, [rows, panels, gate and up, 32]."""
     scratch, opened = memory.scratch, memory.opened
     for row in range(rows):
+        start = scratch_at + row * panels * 2 * PANEL
+        target = (place + row) * sizes.ffn + panel * PANEL
         for number in range(panels):
-            at = scratch_at + (row * panels + number) * 2 * PANEL
-            target = (place + row) * sizes.ffn + (panel + number) * PANEL
+            at = start + number * 2 * PANEL
             for lane in range(0, PANEL, LANES):
                 gate, up = load(scratch, at + lane), load(scratch, at + PANEL + lane)
                 value = _open(sizes, limit, gate, up)
                 store(scratch, at + lane, value)
                 if len(opened.values) > 0:
-                    store(opened.values, target + lane, value)
-            if len(opened.quants) > 0:
-                quantize_row(scratch, at, PANEL, opened.quants, block_at(target))
+                    store(opened.values, target + number * PANEL + lane, value)
+        if len(opened.quants) > 0:
+            quantize_groups(
+                scratch, start, 2 * PANEL, panels, opened.quants, block_at(target),
+                ACTIVATION_BLOCK_BYTES,
+            )  # fmt: skip
 
 
 @kernel
