@@ -336,6 +336,12 @@ def exp(context: Any, builder: Any, kinds: Any, x: Any) -> Any:
 
 
 @generated(types.float32, f32x16)
+def first_lane(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
+    """Return lane 0."""
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@generated(types.float32, f32x16)
 def sum_lanes(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return the sum of the 16 lanes, added as a balanced tree."""
     return tree_reduce(builder, value, builder.fadd)

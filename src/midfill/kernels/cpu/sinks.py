@@ -16,7 +16,7 @@ from midfill.kernels.cpu.jit import inlined_kernel, kernel_by_type
 from midfill.kernels.cpu.linear import GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.rows import NormWeights, RopeTables
-from midfill.kernels.cpu.simd import exp, max_lanes, splat
+from midfill.kernels.cpu.simd import exp, first_lane, splat
 
 
 class SinkHeads(NamedTuple):
@@ -70,7 +70,7 @@ def _add_nothing(heads: Any, states: Float32Array, row: int, head: int) -> None:
 @inlined_kernel
 def _add_sink(heads: SinkHeads, states: Float32Array, row: int, head: int) -> None:
     above = heads.sinks[heads.first_sink + head] - states[row * 2]
-    states[row * 2 + 1] += max_lanes(exp(splat(above)))
+    states[row * 2 + 1] += first_lane(exp(splat(above)))
 
 
 @kernel_by_type

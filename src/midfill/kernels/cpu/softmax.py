@@ -15,6 +15,7 @@ from midfill.kernels.cpu.simd import (
     add,
     divide,
     exp,
+    first_lane,
     fma,
     keep_lanes,
     load,
@@ -109,12 +110,14 @@ def _merge_row(
         for d in range(0, head_dim, LANES):
             store(total.sums, at + d, load(part.sums, part_at + d))
         return
-    peak = max(total.states[state], part.states[part_state])
-    old = exp(splat(total.states[state] - peak))
-    new = exp(splat(part.states[part_state] - peak))
-    total.states[state] = peak
+    # The weights of what has the larger peak stay as they are.
+    rise = part.states[part_state] - total.states[state]
+    old, new = splat(np.float32(1.0)), exp(splat(-abs(rise)))
+    if rise > np.float32(0.0):
+        old, new = new, old
+        total.states[state] = part.states[part_state]
     before, added = total.states[state + 1], part.states[part_state + 1]
-    total.states[state + 1] = before * max_lanes(old) + added * max_lanes(new)
+    total.states[state + 1] = before * first_lane(old) + added * first_lane(new)
     for d in range(0, head_dim, LANES):
         kept = multiply(load(total.sums, at + d), old)
         store(total.sums, at + d, fma(load(part.sums, part_at + d), new, kept))

@@ -19,9 +19,9 @@ from midfill.kernels.cpu.simd import (
     add,
     divide,
     exp,
+    first_lane,
     fma,
     load,
-    max_lanes,
     maximum,
     multiply,
     splat,
@@ -59,10 +59,10 @@ def _route(
         total3 = fma(value, load(router, weight + 3 * size), total3)
     variance = sum_lanes(squares) / np.float32(size)
     factor = np.float32(1.0 / sqrt(variance + np.float32(own.sizes.epsilon)))
-    out[out_at] = max_lanes(_tanh(splat(sum_lanes(total0) * factor)))
-    out[out_at + 1] = max_lanes(_tanh(splat(sum_lanes(total1) * factor)))
-    out[out_at + 2] = max_lanes(_tanh(splat(sum_lanes(total2) * factor)))
-    out[out_at + 3] = max_lanes(_tanh(splat(sum_lanes(total3) * factor)))
+    out[out_at] = first_lane(_tanh(splat(sum_lanes(total0) * factor)))
+    out[out_at + 1] = first_lane(_tanh(splat(sum_lanes(total1) * factor)))
+    out[out_at + 2] = first_lane(_tanh(splat(sum_lanes(total2) * factor)))
+    out[out_at + 3] = first_lane(_tanh(splat(sum_lanes(total3) * factor)))
 
 
 @kernel

@@ -12,9 +12,9 @@ from midfill.kernels.cpu.simd import (
     add,
     divide,
     exp,
+    first_lane,
     keep_lanes,
     load,
-    max_lanes,
     splat,
     store,
     subtract,
@@ -142,7 +142,7 @@ def choose_experts(
     for rank in range(per_token):
         share = scores[at + memory.chosen[pair + rank]] / total
         memory.weights[weight + rank] = share * factor
-    opened = max_lanes(divide(one, add(one, exp(negated))))
+    opened = first_lane(divide(one, add(one, exp(negated))))
     memory.weights[weight + per_token] = opened if gated else np.float32(1.0)
 
 

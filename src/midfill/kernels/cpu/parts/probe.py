@@ -24,7 +24,7 @@ from midfill.kernels.cpu.parts.keys import (
 )
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, keys_seen
 from midfill.kernels.cpu.segments import multiply_scales, weigh_segment
-from midfill.kernels.cpu.simd import LANES, add, exp, load, max_lanes, multiply, splat, store
+from midfill.kernels.cpu.simd import LANES, add, exp, first_lane, load, multiply, splat, store
 from midfill.kernels.cpu.softmax import softmax_row
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
@@ -83,7 +83,7 @@ def _find_factors(states: Float32Array, rows: int, segments: int) -> None:
         total = np.float32(0.0)
         for segment in range(segments):
             state = 2 * (segment * rows + row)
-            share = max_lanes(exp(splat(states[state] - peak)))
+            share = first_lane(exp(splat(states[state] - peak)))
             total += states[state + 1] * share
             states[state] = share
         for segment in range(segments):
