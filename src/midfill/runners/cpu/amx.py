@@ -36,13 +36,21 @@ class AmxUse(Enum):
 def choose_amx() -> AmxUse:
     """Return how this process may use AMX, after asking the kernel for permission.
 
-    The environment variable MIDFILL_AMX may say "off", "auto" (as if not set) or "on". Where the
-    chip has no AMX, or the kernel denies it to this process, "auto" means "off".
+    The environment variable MIDFILL_AMX may say "off", "auto" or "on". Not set it is "off", since
+    these products have run on an emulator alone so far; on a chip with AMX the log says so once.
+    Where the chip has no AMX, or the kernel denies it to this process, "auto" means "off".
 
     Raises:
         MidfillError: MIDFILL_AMX is none of these, or "on" where AMX can't be used.
     """
-    wanted = os.environ.get(AMX_VARIABLE, AmxUse.AUTO.value)
+    wanted = os.environ.get(AMX_VARIABLE)
+    if wanted is None:
+        if has_feature(cpu_target.target_context, AMX_FEATURE):
+            _inform_once(
+                "this chip has AMX, which is not used: its products have run on an emulator"
+                f" alone so far; {AMX_VARIABLE}=auto uses it where it is measured to be faster"
+            )
+        return AmxUse.OFF
     try:
         use = AmxUse(wanted)
     except ValueError:
@@ -68,6 +76,11 @@ def choose_amx() -> AmxUse:
 @cache
 def _warn_once(message: str) -> None:
     _log.warning("%s", message)
+
+
+@cache
+def _inform_once(message: str) -> None:
+    _log.info("%s", message)
 
 
 _ARCH_PRCTL = 158
