@@ -93,7 +93,7 @@ def test_the_fastest_tile_rows_are_used_and_kept(model: PackedModel) -> None:
 def test_slow_and_fast_moments_of_the_machine_change_nothing(
     model: PackedModel, first: int, ticks: int
 ) -> None:
-    tuned = autotune_tile_rows(model, 2, UnsteadyChip(range(first, first + 6), ticks))
+    tuned = autotune_tile_rows(model, 2, UnsteadyChip(range(first, first + 3), ticks))
     tallest = default_tile_rows(model).max(axis=1)
     np.testing.assert_array_equal(tuned.max(axis=1), tallest)
 

@@ -12,6 +12,7 @@ So float k of an array belongs to block k // 32. Whoever writes a row quantises 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -30,6 +31,7 @@ from midfill.kernels.cpu.simd import (
     constant,
     integer,
     integers,
+    larger,
     llvm_call,
     load_unaligned,
     store_unaligned,
@@ -45,9 +47,10 @@ _NEARLY_ZERO = 2.0**-120
 _TOGETHER = 4
 """Groups that are quantised together: each has four neighbouring lanes of a vector."""
 _ROUND = 12582912.0
-"""1.5 * 2^23: added to a float of at most 2^22, it rounds it, ties to even, and leaves the whole
-number in the lowest bits."""
+"""1.5 * 2^23. Added to a float of at most 2^22, it rounds it to a whole number, ties to even, and
+leaves that in the lowest bits."""
 _ROUND_BITS = 0x4B400000
+"""The same number as int32."""
 
 _Pair = tuple[Any, Any]
 """Two vectors; of a group: inputs 0-15 and 16-31."""
@@ -89,18 +92,16 @@ _FOURS = [first + lane for first in (0, 8, 16, 24) for lane in range(4)]
 def _largest(builder: Any, groups: list[_Pair]) -> Any:
     """Return each group's largest absolute value, in all of its four lanes."""
 
-    def larger(a: Any, b: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
     def absolute(value: Any) -> Any:
         return llvm_call(builder, "llvm.fabs.v16f32", [value], F32_VECTOR)
 
-    whole = [larger(absolute(low), absolute(high)) for low, high in groups]
-    pairs = [_combined(builder, (whole[i], whole[i + 1]), _EIGHTS, 8, larger) for i in (0, 2)]
-    largest = _combined(builder, (pairs[0], pairs[1]), _FOURS, 4, larger)
+    larger_of = partial(larger, builder)
+    whole = [larger_of(absolute(low), absolute(high)) for low, high in groups]
+    pairs = [_combined(builder, (whole[i], whole[i + 1]), _EIGHTS, 8, larger_of) for i in (0, 2)]
+    largest = _combined(builder, (pairs[0], pairs[1]), _FOURS, 4, larger_of)
     for width in (2, 1):
         lanes = [lane ^ width for lane in range(LANES)]
-        largest = larger(largest, _shuffled(builder, (largest, largest), lanes))
+        largest = larger_of(largest, _shuffled(builder, (largest, largest), lanes))
     return largest
 
 

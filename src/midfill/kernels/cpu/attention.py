@@ -209,9 +209,9 @@ def _finish_tile(
         add_sink(heads, totals.states, r, query_head)
         finish_row(totals, r, head_dim, out.values, at)
         transform_for(values, out.values, at, head_dim)
-    for at in range(rows // group):
-        first = (row + at) * heads.query_heads + head * group
-        quantize(out, first * head_dim, group * head_dim)
+    for query in range(row, row + rows // group):
+        first_head = query * heads.query_heads + head * group
+        quantize(out, first_head * head_dim, group * head_dim)
 
 
 @in_child

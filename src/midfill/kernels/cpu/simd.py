@@ -176,6 +176,11 @@ def fused_multiply_add(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
     return llvm_call(builder, "llvm.fma.v16f32", [a, b, c], F32_VECTOR)
 
 
+def larger(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
+    """Return the larger of a and b, lane by lane."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
 class Sums:
     """rows x columns running sums of vectors, which LLVM keeps in registers; they start at 0.
 
@@ -300,15 +305,11 @@ def _binary(emit: Callable[[ir.IRBuilder, Any, Any], Any], doc: str) -> Any:
     return generated(f32x16, f32x16, f32x16)(operation)
 
 
-def _maximum(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
 add = _binary(lambda builder, a, b: builder.fadd(a, b), "Return a + b, lane by lane.")
 subtract = _binary(lambda builder, a, b: builder.fsub(a, b), "Return a - b, lane by lane.")
 multiply = _binary(lambda builder, a, b: builder.fmul(a, b), "Return a * b, lane by lane.")
 divide = _binary(lambda builder, a, b: builder.fdiv(a, b), "Return a / b, lane by lane.")
-maximum = _binary(_maximum, "Return the larger of a and b, lane by lane.")
+maximum = _binary(larger, "Return the larger of a and b, lane by lane.")
 
 
 @generated(f32x16, f32x16, f32x16, f32x16, f32x16)
@@ -350,7 +351,7 @@ def sum_lanes(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
 @generated(types.float32, f32x16)
 def max_lanes(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return the largest of the 16 lanes."""
-    return tree_reduce(builder, value, lambda a, b: _maximum(builder, a, b))
+    return tree_reduce(builder, value, lambda a, b: larger(builder, a, b))
 
 
 @generated(f32x16, f32x16, INDEX, INDEX, types.float32)

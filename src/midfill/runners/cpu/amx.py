@@ -46,9 +46,10 @@ def choose_amx() -> AmxUse:
     wanted = os.environ.get(AMX_VARIABLE)
     if wanted is None:
         if has_feature(cpu_target.target_context, AMX_FEATURE):
-            _inform_once(
+            _log_once(
+                logging.INFO,
                 "this chip has AMX, which is not used: its products have run on an emulator"
-                f" alone so far; {AMX_VARIABLE}=auto uses it where it is measured to be faster"
+                f" alone so far; {AMX_VARIABLE}=auto uses it where it is measured to be faster",
             )
         return AmxUse.OFF
     try:
@@ -65,7 +66,7 @@ def choose_amx() -> AmxUse:
     elif (denied := request_amx()) is not None:
         reason = f"this chip has AMX, but the system denies it to this process ({denied})"
         if use is AmxUse.AUTO:
-            _warn_once(f"{reason}: products use other instructions")
+            _log_once(logging.WARNING, f"{reason}: products use other instructions")
     if reason is None:
         return use
     if use is AmxUse.ON:
@@ -74,13 +75,8 @@ def choose_amx() -> AmxUse:
 
 
 @cache
-def _warn_once(message: str) -> None:
-    _log.warning("%s", message)
-
-
-@cache
-def _inform_once(message: str) -> None:
-    _log.info("%s", message)
+def _log_once(level: int, message: str) -> None:
+    _log.log(level, "%s", message)
 
 
 _ARCH_PRCTL = 158
